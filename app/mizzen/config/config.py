@@ -1,0 +1,87 @@
+"""The resolved configuration: frozen parts, made once by ``resolve`` and handed to each process as JSON."""
+
+from typing import Literal
+
+import msgspec
+
+SchedulingPolicy = Literal["fcfs", "priority", "longest-prefix", "longest-output"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "null"]
+
+
+class ServerConfig(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    health_host: str
+    health_port: int
+    api_workers: int
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...]
+    max_body_bytes: int
+    request_timeout_s: float
+    max_queued_requests: int
+    chat_template: str | None
+
+
+class SupervisorConfig(msgspec.Struct, frozen=True):
+    drain_timeout_s: float
+    heartbeat_timeout_s: float  # serve phase
+    download_timeout_s: float  # without a beat, likewise below
+    load_timeout_s: float
+    profile_timeout_s: float
+    compile_timeout_s: float
+    capture_timeout_s: float
+    max_restarts: int  # within restart_window_s; beyond: give up, exit 1
+    restart_window_s: float
+    termination_log: str | None
+
+
+class ModelConfigSource(msgspec.Struct, frozen=True):
+    """Where the model comes from. ``model`` is a folder, a .gguf file or a Hugging Face id."""
+
+    model: str
+    revision: str | None
+    load_format: LoadFormat
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    cache_dir: str
+
+
+class CacheConfig(msgspec.Struct, frozen=True):
+    page_size: int
+    prefix_cache: Literal["radix", "none"]
+    allocation: Literal["on-demand", "reserve"]
+    memory_fraction: float
+    kv_cache_bytes: int | None  # None: from memory_fraction and, on the CPU, at most 1 GiB
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    policy: SchedulingPolicy
+    max_running_requests: int
+    max_batch_tokens: int
+    max_model_len: int | None  # None: the model's context, or what the KV pool holds if that is less
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    device: Literal["cpu", "cuda"]
+    tensor_parallel_size: int
+    overlap_depth: int
+    attention_backend: str
+    threads: int  # intra-op threads of each rank on the CPU
+    seed: int
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    model: ModelConfigSource
+
+
+class LogConfig(msgspec.Struct, frozen=True):
+    level: Literal["debug", "info", "warning", "error"]
+    format: Literal["console", "json"]
+    interval_s: float  # engine progress line
+
+
+class Config(msgspec.Struct, frozen=True):
+    server: ServerConfig
+    supervisor: SupervisorConfig
+    engine: EngineConfig
+    log: LogConfig
+    tokenizer_workers: int
+    run_dir_parent: str | None
