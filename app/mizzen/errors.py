@@ -1,4 +1,4 @@
-"""Every error that Mizzen raises on purpose, as one tree. A request's error carries its HTTP status and OpenAI type and code.
+"""Every error that Mizzen raises on purpose, as one tree. A request's error carries its HTTP status, type and code.
 
 MizzenError
 ├── ConfigError                        exit 78, never retried: names the setting to change

@@ -71,6 +71,10 @@ class ZmqReceiver:
             return None
         return self._decode(self.socket.recv())  # type: ignore[no-any-return]  # typed by ``kinds``
 
+    def recv_bytes(self, timeout_s: float) -> bytes | None:
+        """The next message as it came, for channels whose decoder is the caller's."""
+        return self.socket.recv() if self.socket.poll(int(timeout_s * 1000)) else None
+
     def drain(self) -> list[msgspec.Struct]:
         messages: list[msgspec.Struct] = []
         while True:

@@ -272,7 +272,7 @@ class Fatal(Message):
 
 
 class PeerDown(Message):
-    """A process died. The receiver ends what depended on it. ``name``: "api-0", "tokenizer-1", "detokenizer", "engine"."""
+    """A process died; what depended on it ends. ``name``: "api-0", "tokenizer-1", "detokenizer" or "engine"."""
 
     name: str
 

@@ -1,7 +1,7 @@
 """What every child process of the supervisor has in common: its configuration, its control channel, its death.
 
-A child is started as ``python -m MODULE --run-dir DIR --name NAME``. It ignores SIGINT and SIGTERM (the supervisor alone
-acts on signals and tells its children over the control channel) and dies with its parent.
+A child is started as ``python -m MODULE --run-dir DIR --name NAME --parent PID``. It ignores SIGINT and SIGTERM (the
+supervisor alone acts on signals and tells its children over the control channel) and dies with its parent.
 """
 
 import argparse
@@ -97,6 +97,7 @@ class Child(msgspec.Struct):
     config: Config
     context: Any  # zmq.Context
     control: ControlClient
+    options: dict[str, int]  # the integer options that its main function declared
 
     @property
     def index(self) -> int:
@@ -106,13 +107,18 @@ class Child(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def child_process(module: str, argv: list[str] | None = None) -> Iterator[Child]:
-    """Sets the process up, and turns what ends it into a Fatal message and an exit code: 78 or 1, one line each."""
+def child_process(module: str, *options: str) -> Iterator[Child]:
+    """Sets the process up, and turns what ends it into a Fatal message and an exit code: 78 or 1, one line each.
+
+    ``options`` are names of further integer options, such as "fd" for ``--fd N``.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--parent", type=int, required=True)
-    args = parser.parse_args(argv)
+    for option in options:
+        parser.add_argument(f"--{option}", type=int, required=True)
+    args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -128,13 +134,13 @@ def child_process(module: str, argv: list[str] | None = None) -> Iterator[Child]
     log = structlog.get_logger()
     code = 0
     try:
-        yield Child(args.name, args.run_dir, config, context, control)
+        yield Child(args.name, args.run_dir, config, context, control, {name: getattr(args, name) for name in options})
     except ConfigError as error:
         code = EXIT_CONFIG
         control.send(Fatal(code, str(error)))
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001  # the last frame of the process: reported, then it ends
+    except BaseException as error:  # the last frame of the process: reported, then it ends
         code = EXIT_FAILED
         log.exception("process failed")
         control.send(Fatal(code, f"{args.name}: {type(error).__name__}: {error}"))

@@ -1,0 +1,149 @@
+"""An engine rank as a process. Rank 0 schedules and runs; the others run the steps that rank 0 broadcasts, in order."""
+
+import gc
+import time
+from collections import deque
+from datetime import timedelta
+
+import msgspec
+import structlog
+
+from mizzen.distributed.group import ProcessGroup, SingleGroup, TorchGroup
+from mizzen.engine.build import Rank, Report, build_rank, build_scheduler
+from mizzen.engine.loop import IDLE_WAIT_S, RESULT_WAIT_S, EngineLoop
+from mizzen.ipc.channels import ZmqReceiver, ZmqSender
+from mizzen.ipc.messages import (
+    Drain,
+    EngineInbox,
+    Health,
+    ModelInfo,
+    PeerDown,
+    Phase,
+    Shutdown,
+)
+from mizzen.ipc.process import Child, child_process
+from mizzen.platform.base import StepHandle
+from mizzen.scheduler.output import SampledTokens, SchedulerOutput, decode_step, encode_step
+
+log = structlog.get_logger()
+RANK_MESSAGE_LIMIT = 4  # steps a follower rank takes ahead of its device
+
+
+class _Stop(Exception):
+    """The supervisor said so."""
+
+
+def main() -> None:
+    with child_process("mizzen.engine.process", "epoch") as child:
+        rank = child.index
+        size = child.config.engine.tensor_parallel_size
+        model = msgspec.json.decode((child.run_dir / "model.json").read_bytes(), type=ModelInfo)
+        group = _make_group(child, rank, size)
+        started_s = time.monotonic()
+        built = build_rank(child.config.engine, model, group, _reporter(child))
+        log.info(
+            "engine rank built", rank=rank, seconds=round(time.monotonic() - started_s, 2), pages=built.info.num_pages
+        )
+        gc.collect()
+        gc.freeze()  # what was built lives for good: later collections need not look at it
+        try:
+            if rank == 0:
+                _lead(child, built)
+            else:
+                _follow(child, built)
+        except _Stop:
+            log.info("engine rank stops", rank=rank)
+
+
+def _make_group(child: Child, rank: int, size: int) -> ProcessGroup:
+    if size == 1:
+        return SingleGroup()
+    child.control.beat("load", detail="meeting the other ranks")
+    return TorchGroup(
+        rank,
+        size,
+        store=child.run_dir / f"ranks-{child.options['epoch']}",
+        timeout=timedelta(seconds=child.config.supervisor.load_timeout_s),
+    )
+
+
+def _reporter(child: Child) -> Report:
+    def report(phase: Phase, fraction: float, detail: str) -> None:
+        child.control.beat(phase, fraction=fraction, detail=detail, pending=True)
+        for message in child.control.poll():
+            if isinstance(message, Shutdown):
+                raise _Stop
+
+    return report
+
+
+def _lead(child: Child, built: Rank) -> None:
+    config = child.config.engine
+    senders = [ZmqSender(child.context, child.run_dir, f"rank-{r}") for r in range(1, config.tensor_parallel_size)]
+
+    def broadcast(output: SchedulerOutput) -> None:
+        data = encode_step(output)
+        for sender in senders:
+            sender.send_bytes(data)
+
+    def beat() -> None:
+        child.control.beat(
+            "serve",
+            pending=loop.has_work(),
+            progress=loop.steps,
+            load=loop.load() if child.control.beat_due() else None,
+        )
+        for message in child.control.poll():
+            match message:
+                case Shutdown():
+                    raise _Stop
+                case PeerDown(name="detokenizer"):
+                    loop.abort_all("The detokenizer was restarted; send the request again.")
+                case PeerDown(name=name) if name.startswith("api-"):
+                    loop.abort_api(int(name.removeprefix("api-")))
+                case PeerDown() | Drain() | Health():
+                    pass  # nothing that the engine holds depends on them
+
+    loop = EngineLoop(
+        build_scheduler(config, built),
+        built.runner,
+        ZmqReceiver(child.context, child.run_dir, "engine", EngineInbox),
+        ZmqSender(child.context, child.run_dir, "detokenizer"),
+        depth=config.overlap_depth,
+        epoch=child.options["epoch"],
+        seed=config.seed,
+        broadcast=broadcast if senders else None,
+        on_wait=beat,
+    )
+    child.control.ready(engine=built.info)
+    while True:
+        loop.step(IDLE_WAIT_S)
+        beat()
+
+
+def _follow(child: Child, built: Rank) -> None:
+    """Rank 1 and up: the same steps in the same order; results are waited for, so that a failure is seen."""
+    inbox = ZmqReceiver(child.context, child.run_dir, child.name.replace("engine", "rank"), None)
+    in_flight: deque[StepHandle[SampledTokens]] = deque()
+    steps = 0
+    child.control.ready()
+    while True:
+        child.control.beat("serve", pending=bool(in_flight), progress=steps)
+        for message in child.control.poll():
+            if isinstance(message, Shutdown):
+                raise _Stop
+        if in_flight and (in_flight[0].ready() or len(in_flight) >= RANK_MESSAGE_LIMIT):
+            try:
+                in_flight[0].result(RESULT_WAIT_S)
+            except TimeoutError:
+                continue
+            in_flight.popleft()
+            steps += 1
+            continue
+        data = inbox.recv_bytes(0.001 if in_flight else IDLE_WAIT_S)
+        if data is not None:
+            in_flight.append(built.runner.enqueue(decode_step(data)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""How many KV pages fit: settled once, after the weights are loaded, and the same on every rank."""
+
+from mizzen.config.config import CacheConfig
+from mizzen.errors import ConfigError
+
+CPU_DEFAULT_KV_BYTES = 2**30  # a host has other work: the CPU takes no more unless MIZZEN_KV_CACHE_BYTES says so
+
+
+def kv_page_bytes(*, num_layers: int, page_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of one page's K and V over all layers of a rank."""
+    return 2 * num_layers * page_size * kv_heads * head_dim * itemsize
+
+
+def num_kv_pages(cache: CacheConfig, *, page_bytes: int, free_bytes: int, cap_bytes: int | None) -> int:
+    """Pages that fit this rank; raises ConfigError if not even two (one more is the dummy page) do.
+
+    ``free_bytes``: memory free after loading; ``cap_bytes``: what a device takes at most by default.
+    """
+    if cache.kv_cache_bytes is not None:
+        pages = cache.kv_cache_bytes // page_bytes - 1
+        if cache.kv_cache_bytes > free_bytes:
+            raise ConfigError(
+                f"MIZZEN_KV_CACHE_BYTES is {cache.kv_cache_bytes}, but only {free_bytes} bytes are free",
+                setting="MIZZEN_KV_CACHE_BYTES",
+            )
+        setting, now = "MIZZEN_KV_CACHE_BYTES", str(cache.kv_cache_bytes)
+    else:
+        budget = int(free_bytes * cache.memory_fraction)
+        pages = (budget if cap_bytes is None else min(budget, cap_bytes)) // page_bytes - 1
+        setting, now = "MIZZEN_MEMORY_FRACTION", str(cache.memory_fraction)
+    if pages < 1:
+        raise ConfigError(
+            f"the KV cache fits no page of {page_bytes} bytes: raise {setting} (now {now}; {free_bytes} bytes are free)",
+            setting=setting,
+        )
+    return pages
+
+
+def fit_model_len(wanted: int | None, *, context_length: int, num_pages: int, page_size: int) -> int:
+    """The longest sequence served: what was asked for, or the model's context, or what the pool holds."""
+    capacity = num_pages * page_size
+    if wanted is None:
+        return min(context_length, capacity)
+    if wanted > context_length:
+        raise ConfigError(
+            f"MIZZEN_MAX_MODEL_LEN is {wanted}, but the model's context is {context_length}",
+            setting="MIZZEN_MAX_MODEL_LEN",
+        )
+    if wanted > capacity:
+        raise ConfigError(
+            f"MIZZEN_MAX_MODEL_LEN is {wanted}, but the KV cache holds {capacity} tokens: lower it, or raise"
+            " MIZZEN_MEMORY_FRACTION or MIZZEN_KV_CACHE_BYTES",
+            setting="MIZZEN_MAX_MODEL_LEN",
+        )
+    return wanted

@@ -1,0 +1,92 @@
+"""Runs steps: the host prepares one, the stream applies it to the device state, runs the model, samples, stores.
+
+Sampled tokens stay on the device and feed the next step there; the host learns them from the step's handle.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mizzen.attention.base import AttentionBackend, Batch
+from mizzen.model_runner.batch_state import BatchState, PreparedStep
+from mizzen.model_runner.sampler import Sampled, SamplingInputs, sample
+from mizzen.platform.base import StepHandle, Stream
+from mizzen.scheduler.output import SampledTokens, SchedulerOutput
+
+
+class CausalModel(Protocol):
+    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        """Hidden states [T, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab], whole on every rank."""
+
+
+class Executor(Protocol):
+    """How the device's part of a step is run."""
+
+    def run(self, batch: Batch, inputs: SamplingInputs) -> Sampled: ...
+
+
+class EagerExecutor:
+    """Op by op: the only way on the CPU, and the reference for CUDA graphs."""
+
+    def __init__(self, model: CausalModel, attention: AttentionBackend) -> None:
+        self._model = model
+        self._attention = attention
+
+    def run(self, batch: Batch, inputs: SamplingInputs) -> Sampled:
+        self._attention.plan(batch)
+        hidden = self._model.forward(batch, self._attention)
+        if not len(batch.sample_tokens):  # every rank sees the same batch, so all of them stop here
+            return Sampled(batch.sample_tokens)
+        return sample(self._model.logits(hidden[batch.sample_tokens]), inputs)
+
+
+class NullExecutor:
+    """No model: the next token is a function of the position. For measuring what the host costs."""
+
+    def __init__(self, first_token: int, num_tokens: int) -> None:
+        self._first, self._num = first_token, num_tokens
+
+    def run(self, batch: Batch, inputs: SamplingInputs) -> Sampled:
+        return Sampled(self._first + batch.positions[batch.sample_tokens] % self._num)
+
+
+class ModelRunner:
+    """One rank's runner. ``enqueue`` must be given every step, in order."""
+
+    def __init__(self, state: BatchState, executor: Executor, stream: Stream) -> None:
+        self._state = state
+        self._executor = executor
+        self._stream = stream
+
+    def enqueue(self, output: SchedulerOutput) -> StepHandle[SampledTokens]:
+        """Prepares the step on the host and gives it to the stream; returns at once."""
+        step = self._state.prepare(output)
+        return self._stream.submit(lambda: self._run(step))
+
+    def _run(self, step: PreparedStep) -> SampledTokens:
+        with torch.inference_mode():
+            batch, inputs = self._state.apply(step)
+            sampled = self._executor.run(batch, inputs)
+            self._state.store(step, sampled.token_ids)
+            return _to_host(step, sampled)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _to_host(step: PreparedStep, sampled: Sampled) -> SampledTokens:
+    result = SampledTokens(sampled.token_ids.to(torch.int32).numpy(force=True))
+    if sampled.chosen_logprobs is not None:
+        assert step.logprobs is not None
+        assert sampled.top_token_ids is not None
+        assert sampled.top_logprobs is not None
+        result.logprob_rows = step.logprobs.astype(np.int32)
+        result.chosen_logprobs = sampled.chosen_logprobs.numpy(force=True)
+        result.top_token_ids = sampled.top_token_ids.to(torch.int32).numpy(force=True)
+        result.top_logprobs = sampled.top_logprobs.numpy(force=True)
+    return result

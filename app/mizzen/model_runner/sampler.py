@@ -1,0 +1,180 @@
+"""From logits to tokens, for all rows at once. A row's token depends on its own logits, seed and output index only.
+
+Order: log-probabilities come from the raw logits; then logit_bias, repetition, frequency and presence penalties,
+min_tokens, temperature, top_k, top_p, min_p. A token is drawn by inverse CDF over block sums, with one Philox number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mizzen.model_runner.philox import philox_uniform
+
+BLOCK = 1024  # vocabulary entries a block sum covers
+MAX_CANDIDATES = 64  # top_k up to this works on gathered candidates, beyond it on the sorted row
+
+
+@dataclass(slots=True)
+class Pairs:
+    """(row, token) pairs, with a value each where one is needed."""
+
+    rows: Tensor  # [N] int64
+    tokens: Tensor  # [N] int64
+    values: Tensor | None = None  # [N] float32
+
+
+@dataclass(slots=True)
+class Penalties:
+    """Rows with any penalty, with all tokens known of them."""
+
+    rows: Tensor  # [P] int64
+    history: Tensor  # [P, L] int64: prompt, then output
+    lengths: Tensor  # [P] int64: valid tokens of the history
+    num_prompt_tokens: Tensor  # [P] int64
+    repetition: Tensor  # [P] float32
+    frequency: Tensor  # [P] float32
+    presence: Tensor  # [P] float32
+
+
+@dataclass(slots=True)
+class SamplingInputs:
+    """What the rows of one step ask for; None where no row asks."""
+
+    temperature: Tensor  # [S] float32; 0: greedy
+    top_k: Tensor  # [S] int64; 0: off
+    top_p: Tensor  # [S] float32
+    min_p: Tensor  # [S] float32
+    seeds: Tensor  # [S] int64
+    output_index: Tensor  # [S] int64
+    all_greedy: bool
+    filtered_rows: Tensor | None = None  # [F] int64: rows with top_k or top_p
+    max_top_k: int = 0  # of the filtered rows; 0 if any of them needs the whole row sorted
+    any_min_p: bool = False
+    bias: Pairs | None = None
+    banned: Pairs | None = None
+    penalties: Penalties | None = None
+    logprob_rows: Tensor | None = None  # [K] int64
+    num_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class Sampled:
+    token_ids: Tensor  # [S] int64
+    chosen_logprobs: Tensor | None = None  # [K]
+    top_token_ids: Tensor | None = None  # [K, width]
+    top_logprobs: Tensor | None = None  # [K, width]
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
+    """logits [S, vocab] in the model's dtype; they are not changed. Arithmetic is float32."""
+    raw = logits
+    logits = process(logits, inputs)
+    if inputs.all_greedy:
+        token_ids = logits.argmax(-1)
+    else:
+        greedy = inputs.temperature == 0
+        scaled = logits.float() / torch.where(greedy, 1.0, inputs.temperature)[:, None]
+        token_ids = torch.where(greedy, logits.argmax(-1), draw(scaled, inputs))
+    result = Sampled(token_ids)
+    if inputs.logprob_rows is not None:
+        rows = raw[inputs.logprob_rows].float()
+        normalizer = rows.logsumexp(-1, keepdim=True)
+        chosen = rows.gather(1, token_ids[inputs.logprob_rows][:, None])
+        result.chosen_logprobs = (chosen - normalizer)[:, 0]
+        top, result.top_token_ids = rows.topk(inputs.num_logprobs, -1)
+        result.top_logprobs = top - normalizer
+    return result
+
+
+def process(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """All that changes logits before temperature. Returns float32 if it changes any, else ``logits`` itself."""
+    if inputs.bias is None and inputs.penalties is None and inputs.banned is None:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    if inputs.bias is not None:
+        assert inputs.bias.values is not None
+        logits.index_put_((inputs.bias.rows, inputs.bias.tokens), inputs.bias.values, accumulate=True)
+    if inputs.penalties is not None:
+        penalties = inputs.penalties
+        logits[penalties.rows] = penalize(logits[penalties.rows], penalties)
+    if inputs.banned is not None:
+        logits[inputs.banned.rows, inputs.banned.tokens] = -torch.inf
+    return logits
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
+    """logits [P, vocab] float32. Repetition counts prompt and output, frequency and presence the output alone.
+
+    Counts are made from the history each time: nothing to keep, and nothing to restore after a preemption.
+    """
+    position = torch.arange(penalties.history.shape[1], device=logits.device)
+    valid = position < penalties.lengths[:, None]
+    is_output = valid & (position >= penalties.num_prompt_tokens[:, None])
+    seen = torch.zeros_like(logits).scatter_add_(1, penalties.history, valid.to(logits.dtype)) > 0
+    counts = torch.zeros_like(logits).scatter_add_(1, penalties.history, is_output.to(logits.dtype))
+    repetition = penalties.repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    return logits - penalties.frequency[:, None] * counts - penalties.presence[:, None] * (counts > 0)
+
+
+def draw(scaled: Tensor, inputs: SamplingInputs) -> Tensor:
+    """scaled [S, vocab] float32, temperature applied -> token ids [S]."""
+    uniform = philox_uniform(inputs.seeds, inputs.output_index)
+    plain = scaled
+    if inputs.any_min_p:
+        # log(0) is -inf: rows without min_p keep everything
+        threshold = scaled.amax(-1, keepdim=True) + inputs.min_p.log()[:, None]
+        plain = scaled.masked_fill(scaled < threshold, -torch.inf)
+    token_ids = inverse_cdf(plain, uniform)
+    if inputs.filtered_rows is not None:
+        rows = inputs.filtered_rows
+        token_ids[rows] = draw_filtered(
+            scaled[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows], uniform[rows], inputs.max_top_k
+        )
+    return token_ids
+
+
+def inverse_cdf(scaled: Tensor, uniform: Tensor) -> Tensor:
+    """scaled [S, vocab] float32 (-inf: impossible), uniform [S] in [0, 1) -> [S] int64.
+
+    Block sums first: a running float32 sum over a whole vocabulary would lose the small probabilities.
+    """
+    rows, vocab = scaled.shape
+    num_blocks = -(-vocab // BLOCK)
+    weights = torch.exp(scaled - scaled.amax(-1, keepdim=True))
+    weights = torch.nn.functional.pad(weights, (0, num_blocks * BLOCK - vocab)).view(rows, num_blocks, BLOCK)
+    block_ends = weights.sum(-1).double().cumsum(-1)  # [S, blocks]
+    target = uniform.double() * block_ends[:, -1]
+    block = torch.searchsorted(block_ends, target[:, None], right=True).clamp(max=num_blocks - 1)[:, 0]
+    row = torch.arange(rows, device=scaled.device)
+    start = torch.where(block > 0, block_ends[row, (block - 1).clamp(min=0)], 0.0)
+    chosen = weights[row, block]  # [S, BLOCK]
+    ends = chosen.double().cumsum(-1)
+    offset = torch.searchsorted(ends, (target - start)[:, None], right=True)[:, 0]
+    # rounding may put the target past the last possible token of the block
+    last_possible = BLOCK - 1 - (chosen.flip(-1) > 0).to(torch.uint8).argmax(-1)
+    return block * BLOCK + torch.minimum(offset, last_possible)
+
+
+def draw_filtered(
+    scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, max_top_k: int
+) -> Tensor:
+    """Rows with top_k or top_p: scaled [F, vocab] -> [F]. ``max_top_k`` 0 sorts whole rows."""
+    vocab = scaled.shape[1]
+    values, ids = scaled.topk(min(max_top_k, vocab) if max_top_k else vocab, -1)
+    rank = torch.arange(values.shape[1], device=scaled.device)
+    limit = torch.where(top_k > 0, top_k, vocab)[:, None]
+    values = values.masked_fill(rank >= limit, -torch.inf)
+    probabilities = torch.softmax(values, -1)
+    ends = probabilities.cumsum(-1)
+    # a token stays while those before it hold less than top_p; the first always stays
+    keep = (ends - probabilities < top_p[:, None]) & (probabilities > 0)
+    keep &= values >= values[:, :1] + min_p.log()[:, None]
+    keep[:, 0] = True
+    ends = (probabilities * keep).double().cumsum(-1)
+    target = uniform.double() * ends[:, -1]
+    choice = torch.searchsorted(ends, target[:, None], right=True)[:, 0]
+    choice = torch.minimum(choice, keep.sum(-1) - 1)  # kept tokens are a prefix of the sorted row
+    return ids.gather(1, choice[:, None])[:, 0]

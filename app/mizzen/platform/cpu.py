@@ -1,0 +1,94 @@
+"""The CPU as a device: its stream is a FIFO worker thread, so that overlap is as real here as on a GPU."""
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import psutil
+import torch
+
+from mizzen.platform.base import StepHandle, Stream
+
+T = TypeVar("T")
+
+
+class CpuHandle(Generic[T]):
+    """The result of one piece of work on the worker thread."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._done = threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except BaseException as error:  # handed to whoever waits for the result
+            self._error = error
+        self._work = None  # it holds the step's tensors
+        self._done.set()
+
+    def ready(self) -> bool:
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        if not self._done.wait(timeout_s):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set before _done
+
+
+class CpuStream:
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[CpuHandle[object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="cpu-stream", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        torch.set_grad_enabled(False)  # a thread-local mode
+        while (handle := self._queue.get()) is not None:
+            handle.run()
+
+    def submit(self, work: Callable[[], T]) -> StepHandle[T]:
+        handle = CpuHandle(work)
+        self._queue.put(handle)  # type: ignore[arg-type]  # the queue does not care for the result's type
+        return handle
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class CpuPlatform:
+    """``threads``: intra-op threads of torch in this process."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.device = torch.device("cpu")
+
+    def make_stream(self) -> Stream:
+        return CpuStream()
+
+    def free_memory_bytes(self) -> int:
+        """The host's available memory, or what is left of the container's limit if that is less."""
+        return min(psutil.virtual_memory().available, cgroup_free_bytes(Path("/sys/fs/cgroup")))
+
+
+def cgroup_free_bytes(root: Path) -> int:
+    """What is left under the cgroup's memory limit (v2, or v1), or a very large number without one."""
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = (root / limit_file).read_text().strip(), (root / usage_file).read_text().strip()
+        except OSError:
+            continue  # this cgroup version is not mounted
+        if limit != "max":
+            return max(0, int(limit) - int(usage))
+    return 2**62
