@@ -1,0 +1,27 @@
+"""Attention backends by name, imported only when chosen."""
+
+import importlib
+
+import torch
+
+from mizzen.attention.base import AttentionBackend, KVTensors
+from mizzen.errors import ConfigError
+
+BACKENDS = {"sdpa": "mizzen.attention.sdpa:SdpaBackend"}
+
+
+def make_attention(
+    name: str, kv: KVTensors, *, num_heads: int, device: torch.device, scale: float | None = None
+) -> AttentionBackend:
+    """``num_heads``: this rank's query heads; ``scale``: of the scores, head_dim ** -0.5 if None; "auto" chooses by
+    device. Raises ConfigError for a name that does not exist."""
+    chosen = "sdpa" if name == "auto" else name
+    if chosen not in BACKENDS:
+        raise ConfigError(
+            f"attention backend '{name}' does not exist; allowed are auto, {', '.join(sorted(BACKENDS))}",
+            setting="MIZZEN_ATTENTION_BACKEND",
+        )
+    module, _, attribute = BACKENDS[chosen].partition(":")
+    backend = getattr(importlib.import_module(module), attribute)
+    made: AttentionBackend = backend(kv, num_heads=num_heads, device=device, scale=scale)
+    return made

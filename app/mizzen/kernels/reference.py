@@ -1,0 +1,72 @@
+"""Plain torch versions of every kernel: what the CPU runs, and what the tests of other versions compare with.
+
+Norms and rotations compute in float32 whatever the dtype of their input, and round once.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mizzen.kernels.dispatch import Kernels
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H], weight [H] -> [..., H]"""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] is added to residual [T, H] in place; returns the norm of the sum [T, H]."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """q [T, heads, D], k [T, kv_heads, D], positions [T], cos_sin [max_positions, D] float32 (cosines of the D/2
+    frequencies, then sines) -> rotated q and k. With weights [D], each head is first normalized."""
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)  # [T, heads, D/2]
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out.to(x.dtype)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:
+    """Row t of k and v [T, kv_heads, D] goes to slot kv_slots[t] of the caches [pages, page_size, kv_heads, D]."""
+    k_cache.flatten(0, 1).index_copy_(0, kv_slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * I], gates first -> silu(gate) * up [T, I]"""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+KERNELS = Kernels(
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    qk_norm_rope=qk_norm_rope,
+    write_kv=write_kv,
+    silu_mul=silu_mul,
+)
