@@ -10,11 +10,9 @@ from mizzen.errors import ConfigError
 BACKENDS = {"sdpa": "mizzen.attention.sdpa:SdpaBackend"}
 
 
-def make_attention(
-    name: str, kv: KVTensors, *, num_heads: int, device: torch.device, scale: float | None = None
-) -> AttentionBackend:
-    """``num_heads``: this rank's query heads; ``scale``: of the scores, head_dim ** -0.5 if None; "auto" chooses by
-    device. Raises ConfigError for a name that does not exist."""
+def make_attention(name: str, kv: KVTensors, *, num_heads: int, device: torch.device) -> AttentionBackend:
+    """``name``: a key of BACKENDS, or "auto", which chooses by device; ``num_heads``: this rank's query heads. Raises
+    ConfigError for a name that does not exist."""
     chosen = "sdpa" if name == "auto" else name
     if chosen not in BACKENDS:
         raise ConfigError(
@@ -23,5 +21,5 @@ def make_attention(
         )
     module, _, attribute = BACKENDS[chosen].partition(":")
     backend = getattr(importlib.import_module(module), attribute)
-    made: AttentionBackend = backend(kv, num_heads=num_heads, device=device, scale=scale)
+    made: AttentionBackend = backend(kv, num_heads=num_heads, device=device)
     return made

@@ -41,12 +41,12 @@ class _Prefill:
 
 
 class SdpaBackend:
-    def __init__(self, kv: KVTensors, *, num_heads: int, device: torch.device, scale: float | None = None) -> None:
+    def __init__(self, kv: KVTensors, *, num_heads: int, device: torch.device) -> None:
         _, self._page_size, self._kv_heads, self._head_dim = kv.k[0].shape
         self._kv = kv
         self._heads = num_heads
         self._group = num_heads // self._kv_heads
-        self._scale = self._head_dim**-0.5 if scale is None else scale
+        self._scale = self._head_dim**-0.5
         self._write_kv = kernels_for(device.type).write_kv
         self._max_bucket_pages = max(1, _MAX_BUCKET_BYTES // kv.k[0][0].nbytes)
         self._batch: Batch
@@ -112,7 +112,9 @@ class SdpaBackend:
             tokens = cache.index_select(0, row.pages).flatten(0, 1)[: row.length]
             return tokens.transpose(0, 1).unsqueeze(1).expand(-1, self._group, -1, -1)
 
-        queries = q[row.start : row.stop].unflatten(1, (self._kv_heads, self._group))  # [n, kv_heads, group, D]
+        queries = q[row.start : row.stop].view(
+            -1, self._kv_heads, self._group, self._head_dim
+        )  # [n, kv_heads, group, D]
         out = F.scaled_dot_product_attention(
             queries.permute(1, 2, 0, 3),
             gather(k_cache),

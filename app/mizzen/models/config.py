@@ -177,8 +177,10 @@ def _parse_rope(config: dict[str, Any], max_positions: int) -> RopeScaling:
     )
     if kind == "default":
         return RopeScaling(theta)
-    if kind in ("linear", "dynamic"):
-        return RopeScaling(theta, kind, float(given["factor"]), max_positions)
+    if kind == "linear":
+        return RopeScaling(theta, "linear", float(given["factor"]))
+    if kind == "dynamic":
+        return RopeScaling(theta, "dynamic", float(given["factor"]), max_positions)
     if kind == "llama3":
         return RopeScaling(
             theta,

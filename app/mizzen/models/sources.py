@@ -49,7 +49,7 @@ class SafetensorsSource:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         for file, expected in self._expected(path):
             try:
-                handle: Any = stack.enter_context(safe_open(file, framework="pt"))  # type: ignore[no-untyped-call]
+                handle: Any = stack.enter_context(safe_open(file, framework="pt"))
                 held = set(handle.keys())
             except FileNotFoundError:
                 raise refuse(f"'{file}' is missing") from None
