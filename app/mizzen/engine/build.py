@@ -25,6 +25,8 @@ from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.output import SchedulerOutput, SlotStart
 from mizzen.scheduler.scheduler import Scheduler
 
+NULL_MODEL_PAGES = 2**17  # its pages are nearly free: as many as a large GPU would have
+
 Report = Callable[[Phase, float, str], None]  # phase, fraction done, detail
 
 
@@ -43,30 +45,27 @@ def make_platform(config: EngineConfig) -> Platform:
     return CpuPlatform(config.threads)
 
 
-def build_rank(config: EngineConfig, model: ModelInfo, group: ProcessGroup, report: Report) -> Rank:
+def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group: ProcessGroup, report: Report) -> Rank:
     """Loads the weights, sizes the KV pool (the smallest of all ranks) and runs one step of the largest size."""
     torch.set_grad_enabled(False)
-    platform = make_platform(config)
     architecture = parse_architecture(model.path)
     network = load_model(
         architecture,
         model.weights,
-        config.model.load_format,
-        config.model.dtype,
-        platform.device,
-        group,
-        lambda fraction, detail: report("load", fraction, detail),
+        load_format=config.model.load_format,
+        dtype=config.model.dtype,
+        device=platform.device,
+        group=group,
+        progress=lambda fraction, detail: report("load", fraction, detail),
     )
     report("profile", 0.0, "sizing the KV cache")
     cache = config.cache
-    kv_heads = architecture.kv_heads_per_rank(group.size)
-    dtype = network.dtype
     page_bytes = kv_page_bytes(
-        num_layers=architecture.num_layers,
+        num_layers=network.num_layers,
         page_size=cache.page_size,
-        kv_heads=kv_heads,
-        head_dim=architecture.head_dim,
-        itemsize=dtype.itemsize,
+        kv_heads=network.num_kv_heads,
+        head_dim=network.head_dim,
+        itemsize=network.dtype.itemsize,
     )
     pages = group.min_int(
         num_kv_pages(
@@ -77,28 +76,30 @@ def build_rank(config: EngineConfig, model: ModelInfo, group: ProcessGroup, repo
             cap_bytes=CPU_DEFAULT_KV_BYTES,
         )
     )
+    if network.is_null:
+        pages = min(pages, NULL_MODEL_PAGES)
     max_model_len = fit_model_len(
         config.scheduler.max_model_len,
         context_length=model.context_length,
         num_pages=pages,
         page_size=cache.page_size,
     )
-    is_null = config.model.load_format == "null"
     kv = KVTensors.allocate(
-        0 if is_null else architecture.num_layers,
+        network.num_layers,
         pages,
         cache.page_size,
-        kv_heads,
-        architecture.head_dim,
-        dtype,
+        network.num_kv_heads,
+        network.head_dim,
+        network.dtype,
         platform.device,
     )
     executor: Executor
-    if is_null:
+    if network.is_null:
         executor = NullExecutor(first_token=1000 % model.vocab_size, num_tokens=min(1000, model.vocab_size // 2))
     else:
         executor = EagerExecutor(
-            network, make_attention(config.attention_backend, kv, architecture, group.size, platform.device)
+            network,
+            make_attention(config.attention_backend, kv, num_heads=network.num_heads, device=platform.device),
         )
     state = BatchState(
         max_slots=config.scheduler.max_running_requests,

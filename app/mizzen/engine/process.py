@@ -3,13 +3,12 @@
 import gc
 import time
 from collections import deque
-from datetime import timedelta
 
 import msgspec
 import structlog
 
-from mizzen.distributed.group import ProcessGroup, SingleGroup, TorchGroup
-from mizzen.engine.build import Rank, Report, build_rank, build_scheduler
+from mizzen.distributed.group import make_group
+from mizzen.engine.build import Rank, Report, build_rank, build_scheduler, make_platform
 from mizzen.engine.loop import IDLE_WAIT_S, RESULT_WAIT_S, EngineLoop
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender
 from mizzen.ipc.messages import (
@@ -38,9 +37,18 @@ def main() -> None:
         rank = child.index
         size = child.config.engine.tensor_parallel_size
         model = msgspec.json.decode((child.run_dir / "model.json").read_bytes(), type=ModelInfo)
-        group = _make_group(child, rank, size)
+        report = _reporter(child)
+        report("load", 0.0, "meeting the other ranks")
+        platform = make_platform(child.config.engine)
+        group = make_group(
+            rank,
+            size,
+            child.run_dir / f"ranks-{child.options['epoch']}",
+            device=platform.device,
+            timeout_s=child.config.supervisor.load_timeout_s,
+        )
         started_s = time.monotonic()
-        built = build_rank(child.config.engine, model, group, _reporter(child))
+        built = build_rank(child.config.engine, model, platform, group, report)
         log.info(
             "engine rank built", rank=rank, seconds=round(time.monotonic() - started_s, 2), pages=built.info.num_pages
         )
@@ -53,18 +61,6 @@ def main() -> None:
                 _follow(child, built)
         except _Stop:
             log.info("engine rank stops", rank=rank)
-
-
-def _make_group(child: Child, rank: int, size: int) -> ProcessGroup:
-    if size == 1:
-        return SingleGroup()
-    child.control.beat("load", detail="meeting the other ranks")
-    return TorchGroup(
-        rank,
-        size,
-        store=child.run_dir / f"ranks-{child.options['epoch']}",
-        timeout=timedelta(seconds=child.config.supervisor.load_timeout_s),
-    )
 
 
 def _reporter(child: Child) -> Report:

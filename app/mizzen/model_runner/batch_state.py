@@ -1,6 +1,6 @@
 """Device-resident state by slot, changed only by SchedulerOutput, in the order of the steps.
 
-``BatchState.prepare`` runs on the host and makes a step's inputs with numpy; ``PreparedStep.apply`` runs on the device's
+``BatchState.prepare`` runs on the host and makes a step's inputs with numpy; ``BatchState.apply`` runs on the device's
 stream, updates the state and returns what the model reads. The host keeps only what decides a step's shape.
 """
 
@@ -279,16 +279,16 @@ class BatchState:
         if step.banned is not None:
             inputs.banned = Pairs(self._tensor(step.banned[0]), self._tensor(step.banned[1]))
         if step.penalized is not None:
-            rows = self._tensor(step.penalized)
+            penalized = self._tensor(step.penalized)
             lengths = step.seq_lens[step.sample_rows][step.penalized].astype(np.int64)
             inputs.penalties = Penalties(
-                rows=rows,
-                history=self._state.token_table[slots[rows], : int(lengths.max())].to(torch.int64),
+                rows=penalized,
+                history=self._state.token_table[slots[penalized], : int(lengths.max())].to(torch.int64),
                 lengths=self._tensor(lengths),
-                num_prompt_tokens=ints[rows, _NUM_PROMPT],
-                repetition=floats[rows, _REPETITION],
-                frequency=floats[rows, _FREQUENCY],
-                presence=floats[rows, _PRESENCE],
+                num_prompt_tokens=ints[penalized, _NUM_PROMPT],
+                repetition=floats[penalized, _REPETITION],
+                frequency=floats[penalized, _FREQUENCY],
+                presence=floats[penalized, _PRESENCE],
             )
         return inputs
 

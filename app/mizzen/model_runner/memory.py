@@ -30,7 +30,8 @@ def num_kv_pages(cache: CacheConfig, *, page_bytes: int, free_bytes: int, cap_by
         setting, now = "MIZZEN_MEMORY_FRACTION", str(cache.memory_fraction)
     if pages < 1:
         raise ConfigError(
-            f"the KV cache fits no page of {page_bytes} bytes: raise {setting} (now {now}; {free_bytes} bytes are free)",
+            f"the KV cache fits no page of {page_bytes} bytes: raise {setting} (now {now};"
+            f" {free_bytes} bytes are free)",
             setting=setting,
         )
     return pages

@@ -5,17 +5,18 @@ host learns a result later, from the handle.
 """
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class StepHandle(Protocol, Generic[T]):
+class StepHandle(Protocol[T_co]):
     def ready(self) -> bool: ...
 
-    def result(self, timeout_s: float | None = None) -> T:
+    def result(self, timeout_s: float | None = None) -> T_co:
         """Waits for the work. Raises TimeoutError after ``timeout_s``, or what the work raised."""
 
 

@@ -27,7 +27,7 @@ class CpuHandle(Generic[T]):
         assert self._work is not None
         try:
             self._result = self._work()
-        except BaseException as error:  # handed to whoever waits for the result
+        except BaseException as error:  # noqa: BLE001  # handed to whoever waits for the result
             self._error = error
         self._work = None  # it holds the step's tensors
         self._done.set()

