@@ -87,9 +87,10 @@ class UnsupportedField(InvalidRequest):
 class RequestTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, limit: int, *, param: str) -> None:
+    def __init__(self, num_tokens: int, limit: int, *, param: str, at_least: bool = False) -> None:
+        count = f"at least {num_tokens}" if at_least else str(num_tokens)
         super().__init__(
-            f"This model's maximum context length is {limit} tokens, but the prompt has {num_tokens} tokens"
+            f"This model's maximum context length is {limit} tokens, but the prompt has {count} tokens"
             " and at least one is needed for the answer. Shorten the prompt.",
             param=param,
         )

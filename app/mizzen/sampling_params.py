@@ -7,6 +7,7 @@ import msgspec
 from mizzen.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # each: bounds what a stream holds back, and the cost of looking
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_TOKEN_IDS = 256
@@ -73,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             )
         if any(not text for text in self.stop):
             raise InvalidRequest("'stop' has an empty string", param="stop")
+        if any(len(text) > MAX_STOP_CHARACTERS for text in self.stop):
+            raise InvalidRequest(f"'stop' has a string of over {MAX_STOP_CHARACTERS} characters", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
                 f"'stop_token_ids' has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed",
