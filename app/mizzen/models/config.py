@@ -1,12 +1,15 @@
 """A model's config.json, read once into a frozen description; what is not supported is refused, never ignored."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mizzen.errors import ConfigError
 from mizzen.layers.rope_scaling import RopeScaling
+
+Progress = Callable[[float, str], None]  # (fraction done, what is being done): also the heartbeat
 
 # What config.json calls the architecture, and what sets that family apart in code.
 SUPPORTED_ARCHITECTURES = {

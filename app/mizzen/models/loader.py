@@ -1,7 +1,6 @@
 """Fills a model with weights: each rank reads its own slices, tensor by tensor, and never holds a whole checkpoint."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,12 +9,11 @@ from mizzen.distributed.group import ProcessGroup
 from mizzen.errors import ConfigError
 from mizzen.kernels.dispatch import kernels_for
 from mizzen.layers.base import LayerContext, WeightSlice
-from mizzen.models.config import ModelArchitecture
+from mizzen.models.config import ModelArchitecture, Progress
 from mizzen.models.decoder import Decoder
 from mizzen.models.null import NullModel
 from mizzen.models.sources import WeightSource, open_weights
 
-Progress = Callable[[float, str], None]  # (fraction done, what is being done): also the heartbeat
 Model = Decoder | NullModel
 
 
