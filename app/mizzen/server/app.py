@@ -1,0 +1,268 @@
+"""The routes. Every path out of here, however it fails, has OpenAI's body.
+
+A request passes the gate (path, key), then its route; what can be refused is refused before a stream's 200.
+"""
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mizzen import __version__
+from mizzen.config.config import ServerConfig
+from mizzen.errors import (
+    AuthenticationFailed,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    RequestError,
+    RequestFailed,
+    RouteNotFound,
+)
+from mizzen.observability.health import Probe, render
+from mizzen.server.asgi import ErrorResponse, EventStream, JsonBytes, Streams, Watchers, read_body, refusal
+from mizzen.server.client import ClientGone, EngineClient
+from mizzen.server.convert import Job, chat_job, completion_job
+from mizzen.server.http import ABORT
+from mizzen.server.protocol import parse_chat, parse_completion, schemas
+from mizzen.server.responses import Kind, StreamEncoder, WholeAnswer, encode, make_header
+
+OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/health/startup", "/version")  # need no key
+
+log = structlog.get_logger()
+
+
+class Api:
+    """What the routes share."""
+
+    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+        self.streams = Streams()
+        self._client = client
+        self._watchers = Watchers(client)
+        self._config = config
+        self._started = int(time.time())
+
+    # ---- inference ----
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._infer(request, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        return await self._infer(request, "completion")
+
+    async def _infer(self, request: Request, kind: Kind) -> Response:
+        body = await read_body(request.scope, request.receive, self._config.max_body_bytes)
+        health = self._client.ready_health()
+        assert health.model is not None
+        job: Job
+        if kind == "chat":
+            chat = parse_chat(body)
+            self._check_model(chat.model)
+            job = chat_job(chat, health.model)
+        else:
+            completion = parse_completion(body)
+            self._check_model(completion.model)
+            job = completion_job(completion, health.model)
+        answer = self._client.submit(job)
+        header = make_header(kind, answer.request_id, job.model, self._fingerprint())
+        self._watchers.watch(answer, request.receive)
+        try:
+            await answer.until_accepted()
+            if job.stream:
+                encoder = StreamEncoder(kind, job, header)
+                return EventStream(answer, encoder, self._client, self.streams, header.id)
+            whole = WholeAnswer(kind, job)
+            while not whole.add(await answer.next()):
+                pass
+            return JsonBytes(whole.body(header), headers={"x-request-id": header.id})
+        except RequestError as error:
+            return refusal(error, header.id)
+        except BaseException:
+            self._client.leave(answer)  # cancelled, or a bug: the engine must not go on for nobody
+            raise
+
+    def _names(self) -> tuple[str, ...]:
+        model = self._client.health().model
+        return self._config.served_model_names or ((model.name,) if model else ())
+
+    def _check_model(self, model: str) -> None:
+        if not model:
+            raise InvalidRequest("'model' is empty", param="model")
+        if model not in self._names():
+            raise ModelNotFound(model)
+
+    def _fingerprint(self) -> str:
+        """The same for the same model, weights and version."""
+        model = self._client.health().model
+        seed = f"{__version__} {model.architecture} {model.weights}" if model else __version__
+        return "fp_" + hashlib.sha256(seed.encode()).hexdigest()[:10]
+
+    # ---- models, version, health ----
+
+    async def models(self) -> Response:
+        return JsonBytes(encode({"object": "list", "data": [self._card(name) for name in self._served()]}))
+
+    async def model(self, model_id: str) -> Response:
+        if model_id not in self._served():
+            raise ModelNotFound(model_id)
+        return JsonBytes(encode(self._card(model_id)))
+
+    def _served(self) -> tuple[str, ...]:
+        """Raises ServiceNotReady while the model is not known yet."""
+        if self._client.health().model is None:
+            self._client.ready_health()
+        return self._names()
+
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "mizzen"}
+        engine = self._client.health().engine
+        return card | {"max_model_len": engine.max_model_len} if engine else card
+
+    async def version(self) -> Response:
+        return JsonBytes(encode({"version": __version__}))
+
+    async def ready(self) -> Response:
+        return self._probe("ready")
+
+    async def live(self) -> Response:
+        return self._probe("live")
+
+    async def startup(self) -> Response:
+        return self._probe("startup")
+
+    def _probe(self, which: Probe) -> Response:
+        health = self._client.health()
+        status, body = render(health, which)
+        headers = {"cache-control": "no-store"}
+        if status != 200:
+            headers["retry-after"] = str(max(1, round(health.retry_after_s)))
+        return JsonBytes(encode(body), status, headers)
+
+
+class Gate:
+    """The outermost layer: tidies the path, checks the key, and turns a bug into a logged 500."""
+
+    def __init__(self, app: ASGIApp, client: EngineClient, keys: Iterable[str]) -> None:
+        self._app = app
+        self._client = client
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] = tidy(scope["path"])
+        started = False
+
+        async def sender(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._client.draining:
+                    MutableHeaders(raw=message["headers"])["connection"] = "close"
+            await send(message)
+
+        try:
+            if self._digests and path not in OPEN_PATHS:
+                self._authenticate(scope)
+            await self._app(scope, receive, sender)
+        except AuthenticationFailed as error:
+            await refusal(error)(scope, receive, sender)
+        except Exception:
+            log.exception("request failed by a bug", path=path)
+            if not started:
+                await refusal(RequestFailed("Internal error"))(scope, receive, sender)
+            else:
+                scope.get("extensions", {}).get(ABORT, lambda: None)()
+
+    def _authenticate(self, scope: Scope) -> None:
+        """Compares with every key, in time that depends on none of them."""
+        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = value.partition(b" ")
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise AuthenticationFailed("No API key was given: send the header 'Authorization: Bearer KEY'")
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
+            raise AuthenticationFailed("The API key is wrong")
+
+
+def tidy(path: str) -> str:
+    """One slash where a client wrote several, none at the end: "/v1//models/" is "/v1/models"."""
+    return re.sub("/+", "/", path).rstrip("/") or "/"
+
+
+async def _on_request_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return refusal(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return refusal(RouteNotFound(f"There is no {path}"))
+    if error.status_code == 405:
+        return ErrorResponse(MethodNotAllowed(f"{path} does not take {method}").wire(), dict(error.headers or {}))
+    return refusal(RequestFailed(str(error.detail)))
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; 499 as nginx logs it
+
+
+async def _on_bug(_request: Request, _error: Exception) -> Response:
+    return refusal(RequestFailed("Internal error"))
+
+
+def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Streams]:
+    """The ASGI app, and its streams for the caller to sweep."""
+    api = Api(client, config)
+    app = FastAPI(
+        title="Mizzen",
+        version=__version__,
+        docs_url=None,  # both pages load their scripts from the internet
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={
+            RequestError: _on_request_error,
+            HTTPException: _on_http_error,
+            ClientGone: _on_client_gone,
+            Exception: _on_bug,
+        },
+    )
+    chat_schema, completion_schema, components = schemas()
+
+    def add(path: str, endpoint: Any, methods: list[str], schema: dict[str, Any] | None = None) -> None:
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        app.add_api_route(
+            path, endpoint, methods=methods, response_model=None, openapi_extra=extra if schema is not None else None
+        )
+
+    add("/v1/chat/completions", api.chat_completions, ["POST"], chat_schema)
+    add("/v1/completions", api.completions, ["POST"], completion_schema)
+    add("/v1/models", api.models, ["GET"])
+    add("/v1/models/{model_id:path}", api.model, ["GET"])
+    add("/version", api.version, ["GET"])
+    for path, endpoint in {
+        "/health": api.ready,
+        "/health/ready": api.ready,
+        "/health/live": api.live,
+        "/health/startup": api.startup,
+    }.items():
+        add(path, endpoint, ["GET", "HEAD"])
+    make_openapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make_openapi()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
+    return Gate(app, client, config.api_keys), api.streams
