@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -148,7 +149,7 @@ def build_scheduler(engine: EngineConfig, rank: Rank) -> Scheduler:
         rank.info.page_size,
         prefix_cache=engine.cache.prefix_cache,
         allocation=engine.cache.allocation,
-        match_keys=load_match_keys(),
+        match_keys=load_match_keys(Path(engine.model.cache_dir) / "kernels"),
     )
     return Scheduler(
         kv_cache,
