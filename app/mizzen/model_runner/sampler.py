@@ -127,13 +127,11 @@ def draw(scaled: Tensor, inputs: SamplingInputs) -> Tensor:
         # log(0) is -inf: rows without min_p keep everything
         threshold = scaled.amax(-1, keepdim=True) + inputs.min_p.log()[:, None]
         plain = scaled.masked_fill(scaled < threshold, -torch.inf)
-    token_ids = inverse_cdf(plain, uniform)
     if inputs.filtered_rows is not None:
         rows = inputs.filtered_rows
-        token_ids[rows] = draw_filtered(
-            scaled[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows], uniform[rows], inputs.max_top_k
-        )
-    return token_ids
+        plain = plain.clone()
+        plain[rows] = keep_filtered(scaled[rows], inputs.top_k[rows], inputs.top_p[rows], plain[rows], inputs.max_top_k)
+    return inverse_cdf(plain, uniform)
 
 
 def inverse_cdf(scaled: Tensor, uniform: Tensor) -> Tensor:
@@ -158,23 +156,20 @@ def inverse_cdf(scaled: Tensor, uniform: Tensor) -> Tensor:
     return block * BLOCK + torch.minimum(offset, last_possible)
 
 
-def draw_filtered(
-    scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, max_top_k: int
-) -> Tensor:
-    """Rows with top_k or top_p: scaled [F, vocab] -> [F]. ``max_top_k`` 0 sorts whole rows."""
+def keep_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, plain: Tensor, max_top_k: int) -> Tensor:
+    """Rows with top_k or top_p: ``plain`` [F, vocab] with -inf for all that top_k, then top_p remove.
+
+    ``max_top_k`` 0 sorts whole rows. The draw stays in the order of the vocabulary: in sorted order, two tokens whose
+    logits are equal but for rounding would change places with the batch's composition, and the draw with them.
+    """
     vocab = scaled.shape[1]
     values, ids = scaled.topk(min(max_top_k, vocab) if max_top_k else vocab, -1)
     rank = torch.arange(values.shape[1], device=scaled.device)
     limit = torch.where(top_k > 0, top_k, vocab)[:, None]
-    values = values.masked_fill(rank >= limit, -torch.inf)
-    probabilities = torch.softmax(values, -1)
-    ends = probabilities.cumsum(-1)
+    probabilities = torch.softmax(values.masked_fill(rank >= limit, -torch.inf), -1)
+    before = probabilities.cumsum(-1) - probabilities
     # a token stays while those before it hold less than top_p; the first always stays
-    keep = (ends - probabilities < top_p[:, None]) & (probabilities > 0)
-    keep &= values >= values[:, :1] + min_p.log()[:, None]
+    keep = (before < top_p[:, None]) & (rank < limit)
     keep[:, 0] = True
-    ends = (probabilities * keep).double().cumsum(-1)
-    target = uniform.double() * ends[:, -1]
-    choice = torch.searchsorted(ends, target[:, None], right=True)[:, 0]
-    choice = torch.minimum(choice, keep.sum(-1) - 1)  # kept tokens are a prefix of the sorted row
-    return ids.gather(1, choice[:, None])[:, 0]
+    kept = torch.full_like(plain, -torch.inf)
+    return kept.scatter_(1, ids, plain.gather(1, ids).masked_fill_(~keep, -torch.inf))

@@ -1,0 +1,1 @@
+"""Benchmarks and load tests: run as ``python -m loadtest.NAME`` from the repository's root."""

@@ -1,0 +1,158 @@
+"""What a step costs the host: scheduler, KV cache, batch-state preparation, results, messages. No device work at all.
+
+The real EngineLoop runs over a stream that drops the device's part and has its result at once, so that one turn is what
+lies between a result's arrival and the next step being ready to launch, encoding and sending included. Attention
+planning is apart: it belongs to the backend.
+"""
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import zmq
+
+from mizzen.engine.loop import EngineLoop
+from mizzen.ipc.channels import ZmqReceiver, ZmqSender
+from mizzen.ipc.inproc import InprocChannel
+from mizzen.ipc.messages import GenerateRequest, StepOutput
+from mizzen.kernels.key_compare import load_match_keys
+from mizzen.kv_cache.cache import KVCache
+from mizzen.model_runner.batch_state import BatchState, PreparedStep
+from mizzen.model_runner.runner import ModelRunner, NullExecutor
+from mizzen.sampling_params import SamplingParams
+from mizzen.scheduler.output import SampledTokens
+from mizzen.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
+RUNNING = 256
+PAGE_SIZE = 16
+MAX_MODEL_LEN = 16_384
+PROMPT = 512
+LONG_PROMPT = 8192
+
+
+class _Ready:
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        return self._result
+
+
+class _NoDevice:
+    """A stream without a device."""
+
+    def submit(self, work: Callable[[], T]) -> _Ready:
+        return _Ready(work())
+
+    def close(self) -> None:
+        pass
+
+
+class _HostRunner(ModelRunner):
+    """Prepares steps as ever, and makes up their results instead of running them."""
+
+    def _run(self, step: PreparedStep) -> SampledTokens:
+        return SampledTokens((1000 + step.output_index % 1000).astype(np.int32))
+
+
+def _sink(run_dir: str) -> None:
+    """The detokenizer's place: takes the messages off the socket, in a process of its own."""
+    receiver = ZmqReceiver(zmq.Context(), Path(run_dir), "detokenizer", StepOutput)
+    while receiver.recv_bytes(5.0) is not None:
+        pass
+
+
+def build(run_dir: Path, max_batch_tokens: int) -> tuple[EngineLoop, Scheduler, InprocChannel]:
+    scheduler = Scheduler(
+        KVCache(
+            RUNNING * 3000 // PAGE_SIZE,
+            PAGE_SIZE,
+            prefix_cache="radix",
+            allocation="on-demand",
+            match_keys=load_match_keys(Path("build")),
+        ),
+        policy="fcfs",
+        max_running_requests=RUNNING,
+        max_batch_tokens=max_batch_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(0, 2),
+    )
+    state = BatchState(
+        max_slots=RUNNING,
+        max_model_len=MAX_MODEL_LEN,
+        page_size=PAGE_SIZE,
+        eos_token_ids=(0, 2),
+        device=torch.device("cpu"),
+    )
+    runner = _HostRunner(state, NullExecutor(1000, 1000), _NoDevice())
+    inbox = InprocChannel()
+    outbox = ZmqSender(zmq.Context.instance(), run_dir, "detokenizer")
+    return EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0), scheduler, inbox
+
+
+def request(number: int, length: int, max_tokens: int) -> GenerateRequest:
+    prompt = np.random.default_rng(number).integers(3, 30_000, length, dtype=np.int32)
+    return GenerateRequest(
+        f"r{number}",
+        0,
+        0,
+        1,
+        prompt.tobytes(),
+        SamplingParams(temperature=0.6, max_tokens=max_tokens, seed=number),
+        0.0,
+    )
+
+
+def measure(mode: str, steps: int) -> dict[str, float]:
+    """``mode``: "decode" is 256 decode rows a step; "mixed" is 255, and a chunk of an 8k prompt (budget 2,048)."""
+    with tempfile.TemporaryDirectory(prefix="mz-") as folder:
+        sink = multiprocessing.get_context("spawn").Process(target=_sink, args=(folder,), daemon=True)
+        sink.start()
+        loop, scheduler, inbox = build(Path(folder), 8192 if mode == "decode" else 2048)
+        rows = RUNNING if mode == "decode" else RUNNING - 1
+        for number in range(rows):
+            inbox.send(request(number, PROMPT, MAX_MODEL_LEN - PROMPT - 1))
+        while scheduler.num_running < rows or scheduler.num_waiting:
+            loop.step(0.0)
+        for _ in range(20):
+            loop.step(0.0)
+        times: list[float] = []
+        long_requests = 0
+        while len(times) < steps:
+            if mode == "mixed" and scheduler.num_running + scheduler.num_waiting < RUNNING:
+                inbox.send(request(100_000 + long_requests, LONG_PROMPT, 1))
+                long_requests += 1
+            start = time.perf_counter()
+            loop.step(0.0)
+            times.append((time.perf_counter() - start) * 1e3)
+        sink.kill()
+        sink.join()
+    return {
+        "steps": len(times),
+        "running": RUNNING,
+        "p50_ms": float(np.percentile(times, 50)),
+        "p99_ms": float(np.percentile(times, 99)),
+        "mean_ms": float(np.mean(times)),
+    }
+
+
+def run(steps: int = 1500) -> dict[str, dict[str, float]]:
+    import gc
+
+    gc.collect()
+    gc.freeze()  # as the engine process does
+    return {mode: measure(mode, steps) for mode in ("decode", "mixed")}
+
+
+if __name__ == "__main__":
+    for mode, row in run().items():
+        print(mode, {name: round(value, 3) for name, value in row.items()})
