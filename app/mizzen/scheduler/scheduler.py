@@ -121,9 +121,7 @@ class Scheduler:
             max_len=max_len,
             key=policy_key(self._policy, request, self._next_number),
             timings=Timings(arrival_s=request.arrival_s, queued_s=now),
-            tokens=np.require(
-                request.prompt, np.int32, "CW"
-            ),  # a view of a message is read-only: the key compare refuses
+            tokens=np.require(request.prompt, np.int32, ("C", "W")),  # a view of a message's bytes is read-only
         )
         self._next_number += 1
         self._states[request.handle] = state
