@@ -1,9 +1,12 @@
 """The real app under the real uvicorn on a loopback port, in a thread; what is behind it is faked (fake_backend.py)."""
 
 import asyncio
+import contextlib
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -57,6 +60,7 @@ class Service:
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.port = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=20)
         self.error: BaseException | None = None
         self.process: ApiProcess | None = None
         self._config = config
@@ -95,7 +99,10 @@ class Service:
         self.backend.wait(lambda: msgspec.structs.replace(known.health(), phase_s=health.phase_s) == health)
 
     def post(self, path: str = "/v1/chat/completions", **request: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=request, timeout=20)
+        return self.http.post(path, json=request)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(path)
 
     def chat(self, **request: Any) -> httpx.Response:
         return self.post(**({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | request))
@@ -104,10 +111,30 @@ class Service:
         return self.post("/v1/completions", **({"model": "tiny", "prompt": "Hi"} | request))
 
     def stop(self) -> None:
+        self.http.close()
         self.backend.tell(Shutdown())
         self._thread.join(10)
         assert not self._thread.is_alive()
         assert self.error is None
+
+
+def start_service(
+    stack: contextlib.ExitStack,
+    *,
+    tokenizers: int = 1,
+    backend: dict[str, Any] | None = None,
+    ready: bool = True,
+    **server: Any,
+) -> Service:
+    """Starts a service that ends with ``stack``. ``backend`` changes its FakeBackend, ``server`` its ServerConfig."""
+    run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mz-")))
+    fake = FakeBackend(run_dir, tokenizers, **(backend or {}))
+    stack.callback(fake.close)
+    service = Service(make_config(tokenizers=tokenizers, **server), fake)
+    stack.callback(service.stop)
+    if ready:
+        service.become()
+    return service
 
 
 MakeService = Callable[..., Service]

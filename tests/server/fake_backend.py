@@ -1,7 +1,7 @@
 """Everything behind the api process, faked in one thread but spoken to over real ZeroMQ sockets in a run directory.
 
 The fake plays supervisor, tokenizers, engine and detokenizer. By itself it answers each request word by word; a test
-can hold it (``hold``), put words in its mouth (``say``), or read what the api said (``requests``, ``aborts``, ``beats``).
+can hold it (``hold``), put words in its mouth (``say``), or read what the api said (``requests``, ``aborts``).
 """
 
 import threading
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass
 class FakeBackend:
-    """``words``: what every choice says, a token each. ``step_s``: time between tokens. Counts are those of a prompt."""
+    """``words``: what every choice says, a token each. ``step_s``: time between tokens. Counts are a prompt's."""
 
     run_dir: Path
     tokenizers: int = 1

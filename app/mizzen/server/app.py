@@ -256,7 +256,8 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Str
         "/health/live": api.live,
         "/health/startup": api.startup,
     }.items():
-        add(path, endpoint, ["GET", "HEAD"])
+        add(path, endpoint, ["GET"])
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     make_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
