@@ -35,7 +35,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     from mizzen.config.resolve import resolve
     from mizzen.observability.logs import configure_logging
-    from mizzen.supervisor.loop import serve
+    from mizzen.supervisor.main import serve
 
     loaded = load_settings(flags_of(args))
     config = resolve(loaded.settings)

@@ -11,7 +11,7 @@ from mizzen.config.resolve import resolve
 from mizzen.config.settings import Settings
 from mizzen.errors import ConfigError
 from mizzen.observability.logs import configure_logging
-from mizzen.supervisor.loop import serve
+from mizzen.supervisor.main import serve
 from mizzen.supervisor.spec import Kind, ProcessSpec
 
 TOY = str(Path(__file__).with_name("toy.py"))

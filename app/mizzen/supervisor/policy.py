@@ -244,7 +244,7 @@ class Policy:
                 self._model = message.model
                 self._out.append(WriteModel(message.model))
             return
-        process.state = "ready"
+        process.state, process.phase = "ready", "serve"
         if message.engine is not None:
             self._engine = message.engine
         group = self._groups[process.spec.group]
