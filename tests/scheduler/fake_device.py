@@ -178,6 +178,7 @@ class Simulation:
         self.outputs: list[SchedulerOutput] = []
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, ChoiceEnded] = {}
+        self.stopped: set[int] = set()  # for a stop string
         self.now = 0.0
         self._next_handle = 0
 
@@ -223,6 +224,13 @@ class Simulation:
             self.tokens[handle].append(token)
         self._end(result.ended)
 
+    def stop(self, handle: int) -> None:
+        """The detokenizer found a stop string."""
+        if handle in self.tokens and handle not in self.ended:
+            self.stopped.add(handle)
+        self.scheduler.stop(handle)
+        self.collect()
+
     def collect(self) -> None:
         self._end(self.scheduler.take_ended())
 
@@ -253,6 +261,6 @@ class Simulation:
     def assert_answers(self) -> None:
         """Every request that ended by itself has exactly the answer that it would have had alone."""
         for handle, end in self.ended.items():
-            if end.reason in ("stop", "length"):
+            if end.reason in ("stop", "length") and handle not in self.stopped:
                 tokens, reason = reference(self.device.requests[handle])
                 assert (self.tokens[handle], end.reason) == (tokens, reason)
