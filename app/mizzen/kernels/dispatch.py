@@ -16,10 +16,7 @@ _TABLES = {
 class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    qk_norm_rope: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float],
-        tuple[Tensor, Tensor],
-    ]
+    qk_norm_rope: Callable[[Tensor, Tensor, int, int, Tensor | None, Tensor | None, float], None]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     silu_mul: Callable[[Tensor], Tensor]
 

@@ -26,29 +26,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
+    qkv: Tensor,
     cos_sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """q [T, heads, D], k [T, kv_heads, D], positions [T], cos_sin [max_positions, D] float32 (cosines of the D/2
-    frequencies, then sines) -> rotated q and k. With weights [D], each head is first normalized."""
+) -> None:
+    """Rotates, in place, the queries and keys in qkv [T, heads + 2 * kv_heads, D] by the angles of their tokens:
+    cos_sin [T, D] float32 holds the cosines of D / 2 angles, then their sines. With weights [D], each head is first
+    normalized."""
     if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, -1)  # [T, heads, D/2]
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    half = x.shape[-1] // 2
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out.to(x.dtype)
+        for heads, weight in ((qkv[:, :num_heads], q_weight), (qkv[:, num_heads:][:, :num_kv_heads], k_weight)):
+            heads.copy_(rms_norm(heads, weight, eps))
+    rotated = qkv[:, : num_heads + num_kv_heads]
+    wide = rotated.float()  # the same memory if it is float32 already
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)  # [T, 1, D / 2]
+    first, second = wide.chunk(2, -1)  # [T, heads + kv_heads, D / 2]
+    first_sin = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(first_sin)
+    if wide is not rotated:
+        rotated.copy_(wide)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:
