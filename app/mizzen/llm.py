@@ -180,7 +180,8 @@ class LLM:
                         _collect(outputs[delta.request_id], delta)
                     ended = sum(delta.finish is not None for delta in deltas)
                     unfinished -= ended
-                    bar.update(ended)
+                    if ended:
+                        bar.update(ended)
         except BaseException:
             for request_id in outputs:  # Ctrl-C, or a request that failed: nothing goes on behind the caller's back
                 self._inbox.send(AbortRequest(request_id))
