@@ -114,8 +114,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _wait_until_disconnected(self) -> None:
         self.server.streaming.set()
-        if self.connection.recv(1) == b"":
-            self.server.disconnected.set()
+        with contextlib.suppress(ConnectionResetError):  # closed with unread data
+            assert self.connection.recv(1) == b""
+        self.server.disconnected.set()
 
     def _chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> None:
         chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
@@ -147,7 +148,9 @@ def main() -> None:
         print("MIZZEN_MODEL: there is no such folder", file=sys.stderr)
         sys.exit(78)
     api = FakeServer(int(os.environ["MIZZEN_PORT"]), api_key=os.environ.get("MIZZEN_API_KEYS"))
-    health = FakeServer(int(os.environ["MIZZEN_HEALTH_PORT"]), loading_calls=3)
+    health = FakeServer(
+        int(os.environ["MIZZEN_HEALTH_PORT"]), loading_calls=10**9 if "--load-forever" in sys.argv else 3
+    )
     # Like the supervisor, it has a handler for SIGINT: only a signal that never arrives leaves it alone.
     signal.signal(signal.SIGINT, lambda *_: os._exit(99))
     with running(api), running(health):
