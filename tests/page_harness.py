@@ -9,6 +9,8 @@ from mizzen.attention.base import AttentionBackend, Batch, KVTensors
 from mizzen.attention.registry import make_attention
 from mizzen.models.decoder import Decoder
 
+torch.set_num_threads(1)  # the models are tiny, and tests may share the machine
+
 
 @dataclass
 class Sequence:
