@@ -3,9 +3,10 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import mizzen
-from mizzen.config.settings import add_flags, flags_of, load_settings
+from mizzen.config.settings import add_flags, flags_of, load_settings, termination_log
 from mizzen.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, MizzenError
 
 
@@ -31,13 +32,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from mizzen.supervisor.termination import write_termination_log
+
+    try:
+        return _serve_settings(flags_of(args))
+    except ConfigError as error:
+        write_termination_log(termination_log(flags_of(args)), str(error))
+        raise
+
+
+def _serve_settings(flags: dict[str, Any]) -> int:
     import structlog
 
     from mizzen.config.resolve import resolve
     from mizzen.observability.logs import configure_logging
     from mizzen.supervisor.main import serve
 
-    loaded = load_settings(flags_of(args))
+    loaded = load_settings(flags)
     config = resolve(loaded.settings)
     configure_logging(config.log, process="supervisor")
     if loaded.service_links:
@@ -63,7 +74,7 @@ def _settings(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from mizzen.models.prepare import convert_gguf
+    from mizzen.models.gguf_folder import convert_gguf
 
     convert_gguf(args.source, args.destination)
     return 0

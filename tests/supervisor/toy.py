@@ -54,7 +54,7 @@ def behave(child: Child, mode: str) -> None:
         return
     if mode == "grandchild":
         nap = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(child.run_dir)])
-        record(child, event="grandchild", child=nap.pid)
+        record(child, event="grandchild", grandchild=nap.pid)
     child.control.ready(engine=EngineInfo(64, 4, 10, 16, 1) if child.name == "engine-0" else None)
     serve(child, mode)
 

@@ -266,9 +266,7 @@ def load_settings(flags: dict[str, Any] | None = None, *, env_file: Path | str |
     Raises ConfigError with a line for each unknown variable and each wrong value.
     """
     flags = flags or {}
-    from_file = dotenv_values(env_file) if env_file is not None and Path(env_file).is_file() else {}
-    environment = {name: value or "" for name, value in {**from_file, **os.environ}.items()}
-    ours = {name: value for name, value in environment.items() if name.upper().startswith(PREFIX)}
+    ours = {name: value for name, value in _environment(env_file).items() if name.upper().startswith(PREFIX)}
     links = tuple(sorted(name for name, value in ours.items() if is_service_link(name, value)))
     known = [variable(field) for field in Settings.model_fields]
     problems = {
@@ -283,6 +281,16 @@ def load_settings(flags: dict[str, Any] | None = None, *, env_file: Path | str |
     if problems:
         raise ConfigError("\n".join(problems.values()), setting=next(iter(problems)))
     return Loaded(settings, links)
+
+
+def termination_log(flags: dict[str, Any], *, env_file: Path | str | None = ENV_FILE) -> str | None:
+    """MIZZEN_TERMINATION_LOG alone, for when the other settings are wrong."""
+    return flags.get("termination_log") or _environment(env_file).get("MIZZEN_TERMINATION_LOG") or None
+
+
+def _environment(env_file: Path | str | None) -> dict[str, str]:
+    from_file = dotenv_values(env_file) if env_file is not None and Path(env_file).is_file() else {}
+    return {name: value or "" for name, value in {**from_file, **os.environ}.items()}
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -28,6 +28,7 @@ from mizzen.supervisor.listen import listen
 from mizzen.supervisor.policy import Policy
 from mizzen.supervisor.processes import Processes
 from mizzen.supervisor.spec import ProcessSpec, service_specs
+from mizzen.supervisor.termination import write_termination_log
 
 TICK_S = 0.1
 HEALTH_INTERVAL_S = 0.5
@@ -170,12 +171,7 @@ class Supervisor:
 
     def _last_words(self, message: str, code: int) -> None:
         log.error(message, exit_code=code)
-        path = self._config.supervisor.termination_log
-        if path is not None:
-            try:
-                Path(path).write_text(message + "\n", encoding="utf-8")
-            except OSError as error:
-                log.warning("MIZZEN_TERMINATION_LOG cannot be written", path=path, reason=error.strerror)
+        write_termination_log(self._config.supervisor.termination_log, message)
 
     def _publish(self) -> None:
         now = time.monotonic()

@@ -134,7 +134,7 @@ class Policy:
             process.last_words = message.message
             if message.exit_code == EXIT_CONFIG:
                 self._stop(EXIT_CONFIG, message.message, now)
-            else:
+            elif self._stage != "stop":
                 self._fail(process, message.message, now)
         return self._take(now)
 
@@ -404,5 +404,6 @@ def _backoff(failures: int) -> float:
 
 def _how_it_ended(exit_code: int) -> str:
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
     return f"exited with status {exit_code}"

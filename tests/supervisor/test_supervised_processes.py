@@ -180,7 +180,7 @@ def test_a_second_signal_does_not_wait_for_the_drain(start: Start) -> None:
 
 def test_nothing_outlives_a_killed_supervisor(start: Start) -> None:
     service = start({"engine-0": "grandchild"}).wait_ready()
-    grandchild = until(lambda: service.heard("engine-0", "grandchild"), "the grandchild")[0]["child"]
+    grandchild = until(lambda: service.heard("engine-0", "grandchild"), "the grandchild")[0]["grandchild"]
     assert psutil.pid_exists(grandchild)
     assert len(service.family()) >= 7
     service.send(signal.SIGKILL)
@@ -209,7 +209,7 @@ def test_a_killed_guard_is_replaced_and_does_its_duty(start: Start) -> None:
 
 def test_a_restarted_process_leaves_no_grandchild(start: Start) -> None:
     service = start({"engine-0": "grandchild"}).wait_ready()
-    grandchild = until(lambda: service.heard("engine-0", "grandchild"), "the grandchild")[0]["child"]
+    grandchild = until(lambda: service.heard("engine-0", "grandchild"), "the grandchild")[0]["grandchild"]
     service.kill("engine-0")
     until(lambda: not psutil.pid_exists(grandchild), "the grandchild to be gone")
     until(lambda: len(service.starts("engine-0")) == 2, "the restart")
