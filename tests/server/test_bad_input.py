@@ -1,5 +1,6 @@
 """What is wrong with a request is said in OpenAI's error body, naming the field; the next request works."""
 
+import functools
 import json
 import socket
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ def test_an_unknown_route_and_method_are_refused_in_openai_s_shape(service: Serv
     assert response.headers["allow"] == "POST"
 
 
+NESTED: Any = functools.reduce(lambda inner, _: [inner], range(300), [])
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
@@ -95,6 +97,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*HI, {"role": "user", "contents": "Hi"}]}, "messages[1].contents"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"chat_template_kwargs": {"a": 2**64}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": NESTED}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"a": NESTED}]}]}, "messages[0].tool_calls"),
     ({"model": ""}, "model"),
     ({"model": 5}, "model"),
     ({"max_tokens": 0}, "max_tokens"),

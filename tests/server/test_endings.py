@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_a_client_that_leaves_before_it_is_accepted_has_its_request_aborted(make
     service.backend.wait_request()
     sock.close()
     service.backend.wait(lambda: service.backend.aborts)
-    assert idle(service)
+    service.backend.wait(lambda: idle(service))
 
 
 def test_three_hundred_dropped_connections_leave_nothing_behind(make_service: MakeService) -> None:
@@ -119,7 +118,7 @@ def test_an_engine_that_misses_a_deadline_is_overruled(make_service: MakeService
     assert whole.status_code == 504
     assert whole.json()["error"]["code"] == "request_timeout"
     assert last_event(stream)["error"]["code"] == "request_timeout"
-    assert [abort.reason for _, abort in service.backend.aborts] == ["timeout", "timeout"]
+    service.backend.wait(lambda: [abort.reason for _, abort in service.backend.aborts] == ["timeout", "timeout"])
     request = service.backend.requests[0]
     assert request.deadline_s is not None
     assert request.deadline_s == pytest.approx(request.arrival_s + 0.2)
@@ -129,8 +128,9 @@ def test_an_engine_that_misses_a_deadline_is_overruled(make_service: MakeService
 def test_a_dead_engine_ends_every_request_and_lets_none_in(make_service: MakeService, peer: str) -> None:
     service = make_service(backend={"stall_after": 1})
     calls = [Call(lambda: service.chat()), Call(lambda: service.chat(stream=True))]
-    service.backend.wait(lambda: service.backend.open_choices == 2)
-    time.sleep(0.05)  # let the first words pass
+    assert service.process is not None
+    answers = service.process.client._answers
+    service.backend.wait(lambda: [answer.accepted for answer in list(answers.values())] == [True, True])
     service.backend.tell(PeerDown(peer))
     whole, stream = (call.result() for call in calls)
     assert whole.status_code == 503
@@ -178,8 +178,7 @@ def test_a_dead_tokenizer_ends_only_what_it_had_not_passed_on(make_service: Make
 def test_an_error_in_mid_stream_is_an_event_and_the_end(make_service: MakeService) -> None:
     service = make_service(backend={"stall_after": 1})
     call = Call(lambda: service.chat(stream=True, n=2))
-    request = service.backend.wait_request()
-    time.sleep(0.05)
+    request = service.backend.wait_request()  # its acceptance is on the way, ahead of what is said now
     error = RequestFailed("the device is on fire").wire()
     service.backend.finish(request, 1, reason="error", error=error)
     response = call.result()
@@ -187,7 +186,7 @@ def test_an_error_in_mid_stream_is_an_event_and_the_end(make_service: MakeServic
     assert last_event(response) == error.body()
     # The other choice of the request must not run on.
     service.backend.wait(lambda: service.backend.aborts)
-    assert idle(service)
+    service.backend.wait(lambda: idle(service))
 
 
 def test_the_openai_client_raises_an_error_of_a_stream(make_service: MakeService) -> None:
@@ -200,7 +199,10 @@ def test_the_openai_client_raises_an_error_of_a_stream(make_service: MakeService
             list(stream)
 
 
-def test_a_second_terminal_and_late_words_are_dropped(make_service: MakeService) -> None:
+def test_a_second_terminal_and_late_words_are_dropped(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mizzen.server.client._REPEAT_ABORT_S", 1000.0)
     service = make_service(backend={"hold": True})
     call = Call(lambda: service.chat())
     request = service.backend.wait_request()
@@ -222,7 +224,53 @@ def test_a_second_terminal_and_late_words_are_dropped(make_service: MakeService)
 def test_shutdown_ends_streams_with_an_error_event(make_service: MakeService) -> None:
     service = make_service(backend={"stall_after": 1})
     call = Call(lambda: httpx.post(service.url + CHAT, content=BODY, timeout=15))
-    service.backend.wait(lambda: service.backend.open_choices)
-    time.sleep(0.05)
+    assert service.process is not None
+    answers = service.process.client._answers
+    service.backend.wait(lambda: [answer.accepted for answer in list(answers.values())] == [True])
     service.stop()
     assert last_event(call.result())["error"]["code"] == "service_not_ready"
+
+
+STARTS = [b"", b"POST / HTTP/1.1\r\nhost", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
+
+
+@pytest.mark.parametrize("start", STARTS, ids=["nothing", "half a head", "half a body"])
+def test_a_request_that_never_arrives_is_dropped(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr("mizzen.server.http.REQUEST_ARRIVAL_S", 0.2)
+    service = make_service()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as sock:
+        sock.sendall(start)
+        try:
+            assert sock.recv(10) == b""
+        except ConnectionResetError:  # as good as closed
+            return
+
+
+def test_a_request_that_arrived_may_take_longer(make_service: MakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mizzen.server.http.REQUEST_ARRIVAL_S", 0.2)
+    service = make_service(backend={"step_s": 0.1})
+    assert service.chat(stream=True).text.endswith("data: [DONE]\n\n")
+
+
+def test_without_a_deadline_the_kernel_drops_a_client_that_never_reads(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mizzen.server.http.UNREAD_S", 1)
+    service = make_service(backend={"words": ("x" * 100_000,) * 400}, request_timeout_s=0)
+    sock = post_raw(service, BODY, receive_buffer=4096)
+    assert service.process is not None
+    connections = service.process.server.server_state.connections
+    service.backend.wait(lambda: service.backend.requests and not connections, 20)
+    sock.close()
+    assert service.backend.requests[0].deadline_s is None
+
+
+def test_an_offer_of_http_2_is_ignored(service: Service) -> None:
+    # What Java's HttpClient and `curl --http2` send first.
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as sock:
+        head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % (CHAT.encode(), len(WHOLE))
+        sock.sendall(head + upgrade + b"\r\n" + WHOLE)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")

@@ -15,6 +15,7 @@ _SAMPLED = ("n", "frequency_penalty", "presence_penalty", "logit_bias", "seed", 
             "include_stop_str_in_output", "skip_special_tokens")  # fmt: skip
 _MODEL_DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 _PRIORITY_LIMIT = 2**31
+_MAX_DEPTH = 32  # of what is handed to a chat template: far below what any process's decoder takes
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -126,6 +127,7 @@ def _chat_prompt(request: ChatRequest) -> ChatPrompt:
             "'continue_final_message' needs a last message of role 'assistant'", param="continue_final_message"
         )
     template_kwargs = dict(request.chat_template_kwargs or {})
+    _check_plain(template_kwargs, "chat_template_kwargs")
     if request.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
@@ -143,6 +145,7 @@ def _message(message: Message, index: int) -> dict[str, Any]:
         content = "\n".join(_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     if content is None and message.role != "assistant":
         raise InvalidRequest(f"'{where}.content' may be null only for the role 'assistant'", param=f"{where}.content")
+    _check_plain(message.tool_calls, f"{where}.tool_calls")
     fields = {
         "name": message.name,
         "tool_calls": message.tool_calls,
@@ -162,6 +165,19 @@ def _text_part(part: dict[str, Any], where: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"'{where}.text' must be a string", param=f"{where}.text")
     return text
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Free JSON must survive the way to the tokenizer: bounded depth, integers of 64 bits."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        if any(isinstance(item, int) and not -(2**63) <= item < 2**63 for item in level):
+            raise InvalidRequest(f"'{where}' has an integer of over 64 bits", param=where)
+        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in nested for item in items]
+        if not level:
+            return
+    raise InvalidRequest(f"'{where}' is nested over {_MAX_DEPTH} levels deep", param=where)
 
 
 def _completion_prompts(prompt: str | list[Any], vocab_size: int) -> list[Prompt]:

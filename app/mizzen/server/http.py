@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -43,6 +44,33 @@ class Protocol(HttpToolsProtocol):
         self._disarm()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay_with_http_1(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _stay_with_http_1(self, rest: bytes) -> None:
+        """Java's HttpClient and ``curl --http2`` offer HTTP/2; the parser then takes the body for another protocol.
+
+        The offer is declined, as HTTP allows: the same head without it is parsed again, with the body after it.
+        """
+        method: bytes = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not supported")
+            return
+        head = [b"%s %s HTTP/1.1\r\n" % (method, self.url)]
+        head += [b"%s: %s\r\n" % header for header in self.headers if header[0] not in (b"upgrade", b"connection")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join(head) + b"\r\n" + rest)
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
@@ -59,8 +87,9 @@ class Protocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_message_complete(self) -> None:
-        self._disarm()
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            self._disarm()
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """The parser gave up: the answer has the body of every other error."""
@@ -97,7 +126,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 interface="asgi3",
                 log_config=None,
-                log_level="warning",
+                log_level="error",  # a garbled request is its sender's problem, not a line in our log
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
