@@ -135,7 +135,7 @@ class LLM:
         """Answers one conversation (a list of messages) or several, through the model's chat template."""
         several = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
         prompts: list[Prompt] = [
-            ChatPrompt([dict(message) for message in messages], template_kwargs=template_kwargs)  # type: ignore[arg-type, call-overload]
+            ChatPrompt([dict(message) for message in messages], template_kwargs=template_kwargs)  # type: ignore[arg-type]
             for messages in several
         ]
         return self._run(prompts, sampling_params, use_tqdm)

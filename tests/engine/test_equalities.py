@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine.harness import EngineUnderTest
 from tiny import make_tiny_model
 

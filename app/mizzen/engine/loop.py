@@ -67,6 +67,7 @@ class EngineLoop:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle[SampledTokens]]] = deque()
         self._started: list[ChoiceStarted] = []
         self._next_handle = 0
+        self._idle = True  # the last turn found nothing to enqueue and nothing in flight
         self.steps = 0
         outbox.send(StepOutput(epoch, reset=True))
 
@@ -76,8 +77,8 @@ class EngineLoop:
         return bool(self._in_flight) or self._scheduler.has_work()
 
     def step(self, idle_wait_s: float = IDLE_WAIT_S) -> None:
-        """One turn of the loop. Waits up to ``idle_wait_s`` for a message if there is nothing to do."""
-        if not self.has_work():
+        """One turn of the loop. Waits up to ``idle_wait_s`` for a message if the last turn had nothing to do."""
+        if self._idle:
             message = self._inbox.recv(idle_wait_s)
             if message is not None:
                 self._handle(message)
@@ -94,6 +95,7 @@ class EngineLoop:
         if self._in_flight and (output is None or len(self._in_flight) > self._depth):
             result = self._take_result()
         self._emit(result)
+        self._idle = output is None and result is None
 
     def _take_result(self) -> tuple[StepResult, SampledTokens]:
         output, handle = self._in_flight[0]

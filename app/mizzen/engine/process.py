@@ -15,6 +15,7 @@ from mizzen.ipc.messages import (
     Drain,
     EngineInbox,
     Health,
+    Load,
     ModelInfo,
     PeerDown,
     Phase,
@@ -26,6 +27,32 @@ from mizzen.scheduler.output import SampledTokens, SchedulerOutput, decode_step,
 
 log = structlog.get_logger()
 RANK_MESSAGE_LIMIT = 4  # steps a follower rank takes ahead of its device
+
+
+class ProgressLine:
+    """Logs what the engine does, every ``interval_s`` while it works; 0 is never."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._last_s = time.monotonic()
+        self._last = Load()
+
+    def update(self, load: Load) -> None:
+        now = time.monotonic()
+        if self._interval_s == 0 or now < self._last_s + self._interval_s:
+            return
+        seconds, before = now - self._last_s, self._last
+        self._last_s, self._last = now, load
+        if load.steps > before.steps:
+            log.info(
+                "engine",
+                running=load.running,
+                waiting=load.waiting,
+                kv_used=f"{load.kv_pages_used / max(1, load.kv_pages_total):.1%}",
+                tokens_per_s=round((load.generated_tokens - before.generated_tokens) / seconds, 1),
+                steps_per_s=round((load.steps - before.steps) / seconds, 1),
+                preemptions=load.preemptions - before.preemptions,
+            )
 
 
 class _Stop(Exception):
@@ -82,13 +109,13 @@ def _lead(child: Child, built: Rank) -> None:
         for sender in senders:
             sender.send_bytes(data)
 
+    progress = ProgressLine(child.config.log.interval_s)
+
     def beat() -> None:
-        child.control.beat(
-            "serve",
-            pending=loop.has_work(),
-            progress=loop.steps,
-            load=loop.load() if child.control.beat_due() else None,
-        )
+        if child.control.beat_due():
+            load = loop.load()
+            child.control.beat("serve", pending=loop.has_work(), progress=loop.steps, load=load)
+            progress.update(load)
         for message in child.control.poll():
             match message:
                 case Shutdown():
