@@ -90,6 +90,7 @@ def test_any_other_killed_process_is_restarted_alone(start: Start, name: str) ->
     assert [event["peer"] for event in service.heard(hearer, "peer down")] == [name]
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_noticed_and_cured(start: Start) -> None:
     service = start(heartbeat_timeout_s=3.0).wait_ready()
     service.kill("engine-0", signal.SIGSTOP)
@@ -114,6 +115,7 @@ def test_a_hanging_download_ends_in_giving_up(start: Start) -> None:
     assert "MIZZEN_DOWNLOAD_TIMEOUT_S" in service.termination_log.read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_with_work_and_no_progress_is_restarted(start: Start) -> None:
     service = start({"engine-0": "stall"}, heartbeat_timeout_s=3.0)
     until(lambda: len(service.starts("engine-0")) == 2, "the restart")

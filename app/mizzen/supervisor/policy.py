@@ -189,10 +189,12 @@ class Policy:
             due = group.respawn_s is not None and now >= group.respawn_s
             if due and not group.alive and self._stage == "run":
                 self._spawn(group, now)
-        if self._stage == "drain" and (now >= self._stop_s or self._drained()):
-            if now >= self._stop_s:
+        if self._stage == "drain":
+            drained = self._drained()
+            if not drained and now >= self._stop_s:
                 self._log("warning", "drain timeout: requests in flight are ended")
-            self._stop(0, "", now)
+            if drained or now >= self._stop_s:
+                self._stop(0, "", now)
         return self._take(now)
 
     # ---- queries ----
