@@ -1,4 +1,4 @@
-"""One rank of test_tensor_parallel: RANK SIZE MODEL SCRATCH [TIMEOUT_S]. Writes SCRATCH/logits-SIZE-RANK.pt."""
+"""One rank of test_tensor_parallel: RANK SIZE MODEL SCRATCH DTYPE TIMEOUT_S. Writes SCRATCH/logits-SIZE-RANK.pt."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from mizzen.models.loader import load_model
 from page_harness import Harness
 
 
-def main(rank: int, size: int, folder: Path, scratch: Path, timeout_s: float = 60.0) -> None:
+def main(rank: int, size: int, folder: Path, scratch: Path, dtype: str, timeout_s: float) -> None:
     device = torch.device("cpu")
     group = make_group(rank, size, scratch / f"store-{size}", device=device, timeout_s=timeout_s)
     assert (group.rank, group.size) == (rank, size)
@@ -23,7 +23,7 @@ def main(rank: int, size: int, folder: Path, scratch: Path, timeout_s: float = 6
         parse_architecture(folder),
         folder,
         load_format="auto",
-        dtype="float32",
+        dtype=dtype,
         device=device,
         group=group,
         progress=lambda fraction, detail: None,
@@ -38,5 +38,5 @@ def main(rank: int, size: int, folder: Path, scratch: Path, timeout_s: float = 6
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    main(int(arguments[0]), int(arguments[1]), Path(arguments[2]), Path(arguments[3]), *map(float, arguments[4:]))
+    rank, size, folder, scratch, dtype, timeout_s = sys.argv[1:]
+    main(int(rank), int(size), Path(folder), Path(scratch), dtype, float(timeout_s))

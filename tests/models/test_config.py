@@ -120,3 +120,9 @@ def test_sampling_defaults_come_from_the_generation_config(tmp_path: Path) -> No
     assert default_sampling(tmp_path) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20.0}
     path.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}))
     assert default_sampling(tmp_path) == {"temperature": 0.0, "repetition_penalty": 1.1}
+
+
+def test_a_default_that_no_request_may_have_is_left_out(tmp_path: Path) -> None:
+    bad = {"temperature": 50.0, "top_p": 0, "top_k": "many", "repetition_penalty": 1.2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(bad))
+    assert default_sampling(tmp_path) == {"repetition_penalty": 1.2}

@@ -64,9 +64,8 @@ def reference_tokens(folder: Path, tokens: list[list[int]], num_tokens: int) -> 
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens)
-    config.eos_token_id, config.pad_token_id = None, 0
-    config.min_new_tokens = None
+    model.generation_config.eos_token_id = None  # else it fills what the call's own config leaves open
+    config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
     out = []
     for prompt in tokens:
         ids = torch.tensor([prompt])
