@@ -108,7 +108,7 @@ class LLM:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (generation_config.json), which ``generate`` uses if it is given none."""
-        return SamplingParams(**self._info.default_sampling)  # type: ignore[arg-type]  # names and numbers
+        return SamplingParams(**self._info.default_sampling)  # type: ignore[arg-type]  # top_k is an int in it
 
     def generate(
         self,

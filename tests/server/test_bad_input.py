@@ -1,6 +1,5 @@
 """What is wrong with a request is said in OpenAI's error body, naming the field; the next request works."""
 
-import functools
 import json
 import socket
 from collections.abc import Iterator
@@ -10,8 +9,9 @@ import httpx
 import pytest
 from api_service import MakeService, Service
 
+from bad_requests import BAD_CHAT, BAD_COMPLETION, HI, INVALID_JSON, UNSUPPORTED
+
 CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +37,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"hello",
-        b'{"model": "tiny",}',
-        b'{"model": "tiny", "messages": []} x',
-        b"\xff\xfe{}",
-        b'{"chat_template_kwargs": {"x": ' + b"[" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("content", INVALID_JSON)
 def test_invalid_json_is_refused(service: Service, content: bytes) -> None:
     error = error_of(send(service, content), 400)
     assert "JSON" in error["message"]
@@ -86,62 +75,6 @@ def test_an_unknown_route_and_method_are_refused_in_openai_s_shape(service: Serv
     assert response.headers["allow"] == "POST"
 
 
-NESTED: Any = functools.reduce(lambda inner, _: [inner], range(300), [])
-BAD_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": "Hi"}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [*HI, {"role": "user", "contents": "Hi"}]}, "messages[1].contents"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-    ({"chat_template_kwargs": {"a": 2**64}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"a": NESTED}}, "chat_template_kwargs"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"a": NESTED}]}]}, "messages[0].tool_calls"),
-    ({"model": ""}, "model"),
-    ({"model": 5}, "model"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"max_token": 5}, "max_token"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": 2.5}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 2}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 1.5}, "min_p"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"frequency_penalty": 3}, "frequency_penalty"),
-    ({"n": 0}, "n"),
-    ({"n": 10_000}, "n"),
-    ({"n": 100}, "n"),  # allowed in itself, but more than this service can ever hold
-    ({"seed": 2**70}, "seed"),
-    ({"stop": ["x"] * 100}, "stop"),
-    ({"stop": [""]}, "stop"),
-    ({"stop": 5}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"logit_bias": {"1000": 1}}, "logit_bias"),
-    ({"logit_bias": {"hello": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 1000}}, "logit_bias"),
-    ({"logprobs": 5}, "logprobs"),
-    ({"top_logprobs": 5}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
-    ({"priority": 2**40}, "priority"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use"),
-    ({"continue_final_message": True}, "continue_final_message"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-]
-
-
 @pytest.mark.parametrize(("fields", "param"), BAD_CHAT, ids=lambda value: str(value)[:60])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bad_chat_field_is_refused_by_name(
@@ -153,24 +86,6 @@ def test_a_bad_chat_field_is_refused_by_name(
     assert error["param"] == param
     assert param in error["message"] or fields.get("n") == 100
     assert not service.backend.requests
-
-
-BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": ["a", ""]}, "prompt"),
-    ({"prompt": ["a", 5]}, "prompt"),
-    ({"prompt": [1000]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [[1, 2], [10**20]]}, "prompt"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": {"text": "a"}}, "prompt"),
-    ({"prompt": ["a"] * 1000}, "n"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": True}, "logprobs"),
-    ({"messages": HI}, "messages"),
-]
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_COMPLETION, ids=lambda value: str(value)[:60])
@@ -186,15 +101,6 @@ def test_a_missing_field_is_named(service: Service) -> None:
 
 def test_a_typo_gets_the_right_name_suggested(service: Service) -> None:
     assert "did you mean 'max_tokens'" in error_of(service.chat(max_token=5), 400)["message"]
-
-
-UNSUPPORTED: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"},
-    {"response_format": {"type": "json_object"}}, {"functions": [{"name": "f"}]}, {"modalities": ["text", "audio"]},
-    {"audio": {"voice": "x"}}, {"prediction": {"type": "content"}}, {"structured_outputs": {"regex": "x"}},
-    {"guided_json": {}}, {"guided_regex": "a"}, {"regex": "a"}, {"ebnf": "a"}, {"best_of": 2}, {"echo": True},
-    {"suffix": "x"}, {"prompt_logprobs": 1}, {"chat_template": "x"}, {"documents": [{}]},
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", UNSUPPORTED, ids=lambda value: next(iter(value)))

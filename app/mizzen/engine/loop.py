@@ -66,7 +66,8 @@ class EngineLoop:
         self._on_wait = on_wait
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle[SampledTokens]]] = deque()
         self._started: list[ChoiceStarted] = []
-        self._next_handle = 0
+        # no handle of an earlier life: a StopChoice that was under way then must not meet a choice of now
+        self._next_handle = epoch << 32
         self._idle = True  # the last turn found nothing to enqueue and nothing in flight
         self.steps = 0
         outbox.send(StepOutput(epoch, reset=True))

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mizzen.errors import ConfigError
+import structlog
+
+from mizzen.errors import ConfigError, InvalidRequest
 from mizzen.layers.rope_scaling import RopeScaling
+from mizzen.sampling_params import SamplingParams
+
+log = structlog.get_logger()
 
 Progress = Callable[[float, str], None]  # (fraction done, what is being done): also the heartbeat
 
@@ -18,7 +23,13 @@ SUPPORTED_ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_DEFAULTS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +240,25 @@ def eos_token_ids(folder: Path | str) -> tuple[int, ...]:
 
 
 def default_sampling(folder: Path | str) -> dict[str, float]:
-    """generation_config.json's sampling parameters. ``do_sample`` false means temperature 0, as in transformers."""
+    """generation_config.json's sampling parameters. ``do_sample`` false means temperature 0, as in transformers.
+
+    A value that no request may have is left out, with a warning: it must not make requests fail that never named it.
+    """
     path = Path(folder) / "generation_config.json"
     if not path.exists():
         return {}
     config = read_json(path)
-    chosen = {key: float(config[key]) for key in _SAMPLING_DEFAULTS if config.get(key) is not None}
+    chosen: dict[str, float] = {}
+    for key, kind in _SAMPLING_DEFAULTS.items():
+        if config.get(key) is None:
+            continue
+        try:
+            value = kind(config[key])
+            SamplingParams(**{key: value}).validate()  # type: ignore[arg-type]  # a number, as its fields are
+        except (TypeError, ValueError, InvalidRequest) as error:
+            log.warning("a default of generation_config.json is ignored", field=key, reason=str(error))
+            continue
+        chosen[key] = value
     if config.get("do_sample") is False:
         return {key: value for key, value in chosen.items() if key == "repetition_penalty"} | {"temperature": 0.0}
     return chosen

@@ -140,9 +140,12 @@ def _message(message: Message, index: int) -> dict[str, Any]:
         raise UnsupportedField(f"{where}.audio")
     if message.function_call is not None:
         raise UnsupportedField(f"{where}.function_call")
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    content: str | list[dict[str, str]] | None
+    if isinstance(message.content, list):  # the chat template decides whether it wants parts or one text
+        texts = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(message.content)]
+        content = [{"type": "text", "text": text} for text in texts]
+    else:
+        content = message.content
     if content is None and message.role != "assistant":
         raise InvalidRequest(f"'{where}.content' may be null only for the role 'assistant'", param=f"{where}.content")
     _check_plain(message.tool_calls, f"{where}.tool_calls")
