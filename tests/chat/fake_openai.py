@@ -151,11 +151,17 @@ def main() -> None:
     health = FakeServer(
         int(os.environ["MIZZEN_HEALTH_PORT"]), loading_calls=10**9 if "--load-forever" in sys.argv else 3
     )
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     # Like the supervisor, it has a handler for SIGINT: only a signal that never arrives leaves it alone.
     signal.signal(signal.SIGINT, lambda *_: os._exit(99))
+    # In the tests the shell leads the session, so the kernel tells the group of its death. Elsewhere it does not.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with running(api), running(health):
         print("pid", os.getpid(), flush=True)
-        signal.sigwait({signal.SIGTERM})
+        deadline = time.monotonic() + 60  # whatever a test does, it does not stay
+        while not ended.wait(0.02) and time.monotonic() < deadline:
+            pass
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_openai import FakeServer, running
 from terminal import Terminal
 
 from mizzen.chat.own_engine import loading_line
 
-CTRL_C, CTRL_D, CTRL_BACKSLASH = "\x03", "\x04", "\x1c"
+CTRL_C, CTRL_D = "\x03", "\x04"
 PROMPT = "\x1b[?2004h"  # what prompt_toolkit asks of the terminal as it begins to read
 CLI = [sys.executable, "-m", "mizzen.cli", "chat"]
 # The same program, with the fake in place of the real server.
@@ -129,9 +130,7 @@ def test_sigterm_gives_the_terminal_back_as_it_was(server: FakeServer, environme
         assert (raw, terminal.echoes()) == (False, True)
 
 
-def test_ctrl_c_and_ctrl_backslash_do_not_reach_an_engine_of_its_own(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_ctrl_c_does_not_reach_an_engine_of_its_own(tmp_path: Path, environment: dict[str, str]) -> None:
     with Terminal(fake_engine(), environment) as terminal:
         terminal.expect("load 40%, 2 s: layer 12 of 30")
         terminal.expect("fake-model at an engine of its own")
@@ -193,6 +192,38 @@ def test_an_engine_that_dies_ends_the_shell(environment: dict[str, str]) -> None
         terminal.send("die\r")
         terminal.expect("the engine ended with exit code 3; its log is ")
         assert terminal.wait() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["quit", "kill -9"])
+def test_the_real_server_answers_and_ends_with_the_shell(smollm2: Path, environment: dict[str, str], end: str) -> None:
+    command = [*CLI, "--model", str(smollm2), "--kv-cache-bytes", "64MiB", "--threads", "1"]
+    with Terminal(command, environment | {"MIZZEN_API_KEYS": "sesame"}) as terminal:
+        terminal.expect("smollm2-135m-instruct at an engine of its own", timeout_s=100)
+        processes = psutil.Process(terminal.process.pid).children(recursive=True)
+        commands = [each.cmdline() for each in processes]
+        run_dir = next(words[words.index("--run-dir") + 1] for words in commands if "--run-dir" in words)
+        terminal.expect(PROMPT)
+        for line in ("/set temperature 0", "/set max_tokens 1000"):
+            terminal.send(f"{line}\r")
+            terminal.expect(PROMPT)
+        terminal.send("What is the capital of France?\r")
+        terminal.expect("Paris")
+        terminal.expect("tokens/s, first after")
+        terminal.expect(PROMPT)
+        terminal.send("Write a very long story.\r")
+        terminal.expect(", ")
+        if end == "quit":
+            terminal.send(CTRL_C)
+            terminal.expect("[stopped]")
+            terminal.expect(PROMPT)
+            assert all(each.is_running() for each in processes)
+            terminal.send("/quit\r")
+            assert terminal.wait() == 0
+        else:
+            terminal.process.kill()
+        eventually(lambda: all(is_gone(each.pid) for each in processes))
+        eventually(lambda: not Path(run_dir).exists())
 
 
 def chat(arguments: list[str], questions: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

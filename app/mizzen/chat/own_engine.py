@@ -43,7 +43,6 @@ class OwnEngine:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, drain_timeout_s: float) -> None:
         self._command, self._environment = command, environment
         self._drain_timeout_s = drain_timeout_s
-        self._stopping = False
         log, path = tempfile.mkstemp(prefix="mizzen-engine-", suffix=".log")  # 0600: logs may tell of prompts
         self.log_path = Path(path)
         try:

@@ -17,7 +17,7 @@ HELP = f"""\
 /quit             leave, as Ctrl-D does
 Alt-Enter, or \\ at the end of a line, begins a new line. Ctrl-C stops the answer, or clears the line."""
 
-# A model may write anything: at a terminal, control characters must not act.
+# A model may write anything, and so may a server: at a terminal, control characters must not act.
 _HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "�") | {ord("\r"): None}
 
 
@@ -54,7 +54,7 @@ class Session:
         print(f"\x1b[2m{text}\x1b[0m" if self._dims else text, file=self._out, flush=True)
 
     def complain(self, text: str) -> None:
-        print(f"error: {text}", file=self._err, flush=True)
+        print(f"error: {text.translate(_HARMLESS)}", file=self._err, flush=True)
 
     # ---- questions ----
 
