@@ -203,8 +203,6 @@ class RadixTree:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
-        # Who used the leaf used its parent: without this a long-lived prefix would look older than it is.
-        parent.last_access = max(parent.last_access, leaf.last_access)
         if not parent.locks:
             self._queue(parent)
 

@@ -8,12 +8,10 @@ slot, and a preempted request's return to the queue, wait for the results in fli
 a fixed number of vector operations; Python loops run over events only (a page is full, a request starts or ends).
 """
 
-from bisect import bisect_left, insort
-from heapq import heappop, heappush
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mizzen.config.config import SchedulingPolicy
 from mizzen.errors import RequestTimedOut, WireError
@@ -21,11 +19,12 @@ from mizzen.ipc.messages import ChoiceEnded, FinishReason, Load, Timings
 from mizzen.kv_cache.cache import KVCache
 from mizzen.kv_cache.page_tables import PageTables
 from mizzen.scheduler.output import Int32, Int64, SampledTokens, SchedulerOutput, SlotStart
+from mizzen.scheduler.registry import Registry
 from mizzen.scheduler.request import Request, RequestState
+from mizzen.scheduler.running import IntP, Running
 from mizzen.scheduler.slots import Slots
 from mizzen.scheduler.waiting import WaitingQueue, policy_key
 
-IntP = npt.NDArray[np.intp]
 _Row = tuple[int, int, int, bool]  # slot, num_computed, num_scheduled, samples
 WATERMARK = 0.01  # of the pool stays free at admission, so that what runs can grow before it must preempt
 
@@ -37,6 +36,14 @@ class StepResult(msgspec.Struct):
     token_ids: Int32  # [K]
     rows: IntP  # [K], ascending
     ended: list[ChoiceEnded]
+
+
+class _Plan(NamedTuple):
+    decode: IntP  # slots with one token to compute, in policy order
+    decode32: Int32  # the same
+    num_computed: Int32  # of these, before the step
+    full_pages: IntP  # those of these that need a page
+    chunks: list[tuple[int, int]]  # slots in prefill, and how many tokens they compute
 
 
 class Scheduler:
@@ -60,24 +67,18 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._slots = Slots(max_running_requests, max_model_len)
         self._pages = PageTables(kv_cache, max_running_requests, max_model_len)
-        self._watermark = int(kv_cache.num_pages * WATERMARK) + 1
+        reserve = kv_cache.allocation == "reserve"  # then nothing grows
+        self._watermark = 0 if reserve else int(kv_cache.num_pages * WATERMARK) + 1
         self._ones = np.ones(max_running_requests, np.int32)
         self._true = np.ones(max_running_requests, np.bool_)
 
-        self._states: dict[int, RequestState] = {}  # by handle
-        self._choices: dict[str, list[RequestState]] = {}  # by request id
+        self._requests = Registry()
         self._waiting = WaitingQueue(policy)
-        self._running: list[tuple[tuple[int, ...], RequestState]] = []  # in policy order
+        self._running = Running(self._slots)
         self._draining: list[int] = []  # slots of ended and preempted requests with results in flight
         self._num_preempted = 0  # of these, preempted
-        self._deadlines: list[tuple[float, int]] = []  # heap, with handles that may have ended
         self._ended: list[ChoiceEnded] = []
         self._blocked_at: int | None = None  # pages that were available when the first waiting request did not fit
-
-        self._changed = False  # the row lists below are out of date
-        self._decode: IntP = np.empty(0, np.intp)  # slots with one token to compute, in policy order
-        self._decode32: Int32 = np.empty(0, np.int32)
-        self._prefill: list[int] = []  # slots with more than one
 
         self._next_number = 0
         self._next_step = 0
@@ -96,7 +97,7 @@ class Scheduler:
         return len(self._waiting) + self._num_preempted
 
     def has_work(self) -> bool:
-        return bool(self._states)
+        return len(self._requests) > 0
 
     def load(self) -> Load:
         available = self._kv_cache.num_available
@@ -112,7 +113,6 @@ class Scheduler:
         )
 
     def add(self, request: Request, now: float) -> None:
-        assert request.handle not in self._states
         assert request.sampling.max_tokens is not None
         max_len = len(request.prompt) + request.sampling.max_tokens
         assert 0 < len(request.prompt) < max_len <= self._max_model_len
@@ -124,39 +124,34 @@ class Scheduler:
             tokens=np.require(request.prompt, np.int32, ("C", "W")),  # a view of a message's bytes is read-only
         )
         self._next_number += 1
-        self._states[request.handle] = state
-        self._choices.setdefault(request.request_id, []).append(state)
-        if request.deadline_s is not None:
-            heappush(self._deadlines, (request.deadline_s, request.handle))
+        self._requests.add(state)
         self._enqueue(state)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Ends all choices of a request; ``reason`` "timeout" makes it a RequestTimedOut."""
-        for state in list(self._choices.get(request_id, ())):
+        for state in self._requests.choices(request_id):
             if reason == "timeout":
                 self._time_out(state)
             else:
                 self._ended.append(self._end(state, "abort"))
 
     def abort_api(self, api: int) -> None:
-        for state in [state for state in self._states.values() if state.request.api == api]:
+        for state in [state for state in self._requests if state.request.api == api]:
             self._ended.append(self._end(state, "abort"))
 
     def abort_all(self, error: WireError | None = None) -> None:
-        for state in list(self._states.values()):
+        for state in list(self._requests):
             self._ended.append(self._end(state, "error" if error else "abort", error=error))
 
     def stop(self, handle: int) -> None:
         """The detokenizer found a stop string. A handle that has ended is ignored: the message crossed its end."""
-        state = self._states.get(handle)
+        state = self._requests.get(handle)
         if state is not None:
             self._ended.append(self._end(state, "stop"))
 
     def expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            state = self._states.get(heappop(self._deadlines)[1])
-            if state is not None:
-                self._time_out(state)
+        for state in self._requests.take_expired(now):
+            self._time_out(state)
 
     def take_ended(self) -> list[ChoiceEnded]:
         """What has ended outside of ``update`` since the last call."""
@@ -193,11 +188,7 @@ class Scheduler:
             else:
                 self._num_preempted -= 1
                 self._slots.ended[slot] = True  # in self._draining already
-        del self._states[request.handle]
-        choices = self._choices[request.request_id]
-        choices.remove(state)
-        if not choices:
-            del self._choices[request.request_id]
+        self._requests.remove(state)
         return ChoiceEnded(
             handle=request.handle,
             reason=reason,
@@ -210,11 +201,8 @@ class Scheduler:
 
     def _stop_running(self, state: RequestState, slot: int) -> None:
         """Gives up the pages; what is known of them stays cached."""
-        index = bisect_left(self._running, (state.key,))
-        assert self._running[index][1] is state
-        del self._running[index]
+        self._running.remove(state)
         state.running = False
-        self._changed = True
         slots = self._slots
         full = min(int(slots.num_computed[slot]), int(slots.num_known[slot]))
         self._pages.release(slot, slots.tokens[slot], full)
@@ -236,7 +224,7 @@ class Scheduler:
     def _preempt_last(self) -> None:
         """Takes the pages of the last request in policy order; it will compute its tokens again."""
         assert len(self._running) > 1, "a request that runs alone fits"
-        state = self._running[-1][1]
+        state = self._running.last
         slot = state.slot
         assert slot is not None
         self._stop_running(state, slot)
@@ -278,7 +266,7 @@ class Scheduler:
         preemptions = self._preemptions
         while (plan := self._plan()) is None:
             self._preempt_last()
-        decode, computed, full_pages, chunks = plan
+        decode, decode32, computed, full_pages, chunks = plan
         if len(decode):
             self._commit_decode(decode, computed, full_pages)
         rows = [self._commit_chunk(slot, count) for slot, count in chunks]
@@ -291,7 +279,7 @@ class Scheduler:
         page_slots, page_columns, page_ids = self._pages.take_changes()
         output = SchedulerOutput(
             step=self._next_step,
-            slots=self._decode32[: len(decode)],
+            slots=decode32,
             num_computed=computed,
             num_scheduled=self._ones[: len(decode)],
             samples=self._true[: len(decode)],
@@ -310,14 +298,14 @@ class Scheduler:
         self._next_step += 1
         return output
 
-    def _plan(self) -> tuple[IntP, Int32, IntP, list[tuple[int, int]]] | None:
-        """Rows of running requests: decode slots, their counts, those of them that need a page, and prefill chunks.
+    def _plan(self) -> _Plan | None:
+        """Rows of running requests, as far as the token budget goes.
 
         None if the pages do not suffice. Changes nothing: whom it lists may have to be preempted for another.
         """
-        if self._changed:
-            self._sort_rows()
-        decode = self._decode[: self._max_batch_tokens]
+        decode, decode32, prefill = self._running.rows()
+        if len(decode) > self._max_batch_tokens:
+            decode, decode32 = decode[: self._max_batch_tokens], decode32[: self._max_batch_tokens]
         computed = self._slots.num_computed[decode]
         full_pages = decode[computed >= self._pages.capacity[decode]]
         room = self._kv_cache.num_available - len(full_pages)
@@ -325,14 +313,14 @@ class Scheduler:
             return None
         budget = self._max_batch_tokens - len(decode)
         chunks: list[tuple[int, int]] = []
-        for slot in self._prefill:
+        for slot in prefill:
             if not budget:
                 break
             start = int(self._slots.num_computed[slot])
             count = min(int(self._slots.num_tokens[slot]) - start, budget)
             pages = self._pages.missing(slot, start + count)
             if pages > room:
-                if slot != self._running[-1][1].slot:
+                if slot != self._running.last.slot:
                     return None
                 # Nobody is left to preempt for it: it takes what there is, and keeps what it has while others end.
                 pages = room
@@ -342,17 +330,7 @@ class Scheduler:
             chunks.append((slot, count))
             room -= pages
             budget -= count
-        return decode, computed, full_pages, chunks
-
-    def _sort_rows(self) -> None:
-        order = np.array([state.slot for _, state in self._running], np.intp)
-        slots = self._slots
-        num_tokens = slots.num_tokens[order]
-        left = num_tokens - slots.num_computed[order]
-        self._decode = order[(left == 1) & (num_tokens < slots.max_len[order])]
-        self._decode32 = self._decode.astype(np.int32)
-        self._prefill = order[left > 1].tolist()
-        self._changed = False
+        return _Plan(decode, decode32, computed, full_pages, chunks)
 
     def _commit_decode(self, decode: IntP, computed: Int32, full_pages: IntP) -> None:
         slots, pages = self._slots, self._pages
@@ -364,7 +342,7 @@ class Scheduler:
         slots.num_tokens[decode] = num_tokens
         slots.last_step[decode] = self._next_step
         if (num_tokens >= slots.max_len[decode]).any():
-            self._changed = True
+            self._running.counters_changed()
         for index in np.flatnonzero(np.minimum(computed, slots.num_known[decode]) >= pages.next_register[decode]):
             slot = int(decode[index])
             pages.register(slot, slots.tokens[slot], int(computed[index]))
@@ -381,7 +359,7 @@ class Scheduler:
         if samples:
             slots.num_tokens[slot] = end + 1
         self._pages.register(slot, slots.tokens[slot], end)
-        self._changed = True
+        self._running.counters_changed()
         return slot, start, count, samples
 
     def _admit(self, budget: int, now: float, rows: list[_Row], started: list[SlotStart]) -> None:
@@ -406,7 +384,7 @@ class Scheduler:
             slots.take(state, hit, self._stop_ids(state.request))
             state.slot = slot
             state.running, state.preempted = True, False
-            insort(self._running, (state.key, state))
+            self._running.add(state)
             request = state.request
             started.append(
                 SlotStart(slot, request.handle, state.tokens, len(request.prompt), hit, request.sampling, request.seed)
@@ -476,23 +454,20 @@ class Scheduler:
         """Asserts every invariant. Walks everything: for tests, and for an idle engine."""
         self._pages.check()
         self._slots.check(self._updated_step)
-        keys = [key for key, _ in self._running]
-        assert keys == sorted(keys)
-        running = [state for _, state in self._running]
-        draining = [self._slots.occupants[slot] for slot in self._draining if not self._slots.ended[slot]]
-        states = running + self._waiting.states() + draining
-        assert len(states) == len(self._states) == sum(map(len, self._choices.values()))
-        for state in states:
-            assert state is not None
-            assert self._states[state.request.handle] is state
-            assert state.running == (state in running)
-        assert len(draining) == self._num_preempted
+        self._requests.check()
+        self._running.check()
+        running = self._running.states()
+        preempted = [self._slots.occupants[slot] for slot in self._draining if not self._slots.ended[slot]]
+        states = running + self._waiting.states() + preempted
+        assert len(states) == len(self._requests)
+        assert set(map(id, states)) == set(map(id, self._requests))
+        assert all(state is not None and state.running == (state in running) for state in states)
+        assert len(preempted) == self._num_preempted
         for state in running:
             assert state.slot is not None
             assert self._slots.num_computed[state.slot] <= self._pages.capacity[state.slot]
-        in_slots = sum(occupant is not None for occupant in self._slots.occupants)
-        assert in_slots == len(running) + len(self._draining)
         assert len(set(self._draining)) == len(self._draining)
+        assert self._slots.num_taken == len(running) + len(self._draining)
 
 
 _NO_TOKENS = np.empty(0, np.int32)

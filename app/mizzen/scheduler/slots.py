@@ -40,6 +40,10 @@ class Slots:
         return len(self._free)
 
     @property
+    def num_taken(self) -> int:
+        return len(self.occupants) - len(self._free)
+
+    @property
     def next_free(self) -> int:
         return self._free[-1]
 

@@ -42,8 +42,7 @@ class WaitingQueue:
         assert self._sorted[index][1] is state
         del self._sorted[index]
         self._num_preempted -= state.preempted
-        if index == 0:
-            self._passed = 0
+        self._passed = self._passed + 1 if index else 0
 
     def _key(self, state: RequestState) -> tuple[int, ...]:
         return state.key if self._policy == "priority" else (not state.preempted, *state.key)
@@ -60,10 +59,7 @@ class WaitingQueue:
                     return  # the others are ranked in the next step
             return
         first = [state for _, state in islice(self._sorted, MAX_MATCHED)]
-        for state in sorted(first, key=lambda state: (-match(state), state.key)):
-            if self._sorted[0][1] is not state:
-                self._passed += 1
-            yield state
+        yield from sorted(first, key=lambda state: (-match(state), state.key))
 
     def states(self) -> list[RequestState]:
         return [state for _, state in self._sorted]
