@@ -12,9 +12,9 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct."""
-    folder = Path(os.environ.get("MIZZEN_TEST_MODEL") or REPOSITORY / "models" / "smollm2-135m-instruct")
+    folder = Path(os.environ.get("TEST_MODEL") or REPOSITORY / "models" / "smollm2-135m-instruct")
     if not (folder / "config.json").exists():
-        pytest.skip(f"no model in {folder}: run `make model`, or set MIZZEN_TEST_MODEL")
+        pytest.skip(f"no model in {folder}: run `make model`, or set TEST_MODEL")
     return folder
 
 

@@ -62,32 +62,36 @@ class _Stop(Exception):
 def main() -> None:
     with child_process("mizzen.engine.process", "epoch") as child:
         rank = child.index
-        size = child.config.engine.tensor_parallel_size
-        model = msgspec.json.decode((child.run_dir / "model.json").read_bytes(), type=ModelInfo)
-        report = _reporter(child)
-        report("load", 0.0, "meeting the other ranks")
-        platform = make_platform(child.config.engine)
-        group = make_group(
-            rank,
-            size,
-            child.run_dir / f"ranks-{child.options['epoch']}",
-            device=platform.device,
-            timeout_s=child.config.supervisor.load_timeout_s,
-        )
-        started_s = time.monotonic()
-        built = build_rank(child.config.engine, model, platform, group, report)
-        log.info(
-            "engine rank built", rank=rank, seconds=round(time.monotonic() - started_s, 2), pages=built.info.num_pages
-        )
-        gc.collect()
-        gc.freeze()  # what was built lives for good: later collections need not look at it
         try:
+            built = _build(child, rank)
             if rank == 0:
                 _lead(child, built)
             else:
                 _follow(child, built)
         except _Stop:
             log.info("engine rank stops", rank=rank)
+
+
+def _build(child: Child, rank: int) -> Rank:
+    config = child.config.engine
+    model = msgspec.json.decode((child.run_dir / "model.json").read_bytes(), type=ModelInfo)
+    report = _reporter(child)
+    report("load", 0.0, "meeting the other ranks")
+    platform = make_platform(config)
+    group = make_group(
+        rank,
+        config.tensor_parallel_size,
+        child.run_dir / f"ranks-{child.options['epoch']}",
+        device=platform.device,
+        timeout_s=child.config.supervisor.load_timeout_s,
+    )
+    started_s = time.monotonic()
+    built = build_rank(config, model, platform, group, report)
+    seconds = round(time.monotonic() - started_s, 2)
+    log.info("engine rank built", rank=rank, seconds=seconds, pages=built.info.num_pages)
+    gc.collect()
+    gc.freeze()  # what was built lives for good: later collections need not look at it
+    return built
 
 
 def _reporter(child: Child) -> Report:
