@@ -86,7 +86,7 @@ class GGUFSource:
             assert dim == 1 or start % self._head_dim == stop % self._head_dim == 0
             heads = values.reshape(-1, self._head_dim // 2, 2, *values.shape[1:])
             values = heads.swapaxes(1, 2).reshape(values.shape)
-        return torch.from_numpy(np.ascontiguousarray(values))
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))  # torch wants writable memory
 
     def _columns(self, tensor: Any, start: int, stop: int) -> "np.ndarray[Any, Any]":
         """Columns [start, stop): the blocks that hold them are dequantized, and no others."""
