@@ -205,8 +205,10 @@ class Simulation:
     def schedule(self) -> SchedulerOutput | None:
         """Schedules a step and runs it; its result stays in flight."""
         self.now += 1
+        preemptions = self.scheduler.load().preemptions
         output = self.scheduler.schedule(self.now)
         if output is not None:
+            assert not output.started or self.scheduler.load().preemptions == preemptions, "took pages, gave them away"
             # Through the wire format, as other ranks get it.
             self.in_flight.append((output, self.device.run(decode_step(encode_step(output)))))
             self.outputs.append(output)

@@ -167,6 +167,16 @@ def test_abort_in_flight_frees_pages_once_and_the_slot_later() -> None:
     simulation.assert_answers()
 
 
+def test_tokens_that_only_the_device_knows_are_not_cached() -> None:
+    simulation = Simulation(page_size=1)
+    _without_eos(simulation, [0, 1, 1, 0], 9)
+    for _ in range(3):
+        simulation.schedule()
+    assert simulation.outputs[-1].num_computed.tolist() == [5]
+    simulation.scheduler.abort("request-0")
+    assert simulation.scheduler.load().kv_pages_cached == 4
+
+
 def test_a_timeout_is_an_error_of_its_own() -> None:
     simulation = Simulation()
     late = _without_eos(simulation, [0, 1], 20, deadline_s=5.0)
@@ -350,6 +360,14 @@ def test_a_request_as_large_as_the_pool_runs() -> None:
             simulation.run(depth=1)
             assert [end.completion_tokens for end in simulation.ended.values()] == [16] * 3
             simulation.assert_answers()
+
+
+def test_a_prompt_as_large_as_the_pool_is_admitted() -> None:
+    simulation = Simulation(num_pages=16, page_size=2, max_model_len=32)
+    for _ in range(2):
+        _without_eos(simulation, [0] * 31, 1)
+    simulation.run(depth=1)
+    assert [end.reason for end in simulation.ended.values()] == ["length"] * 2
 
 
 def test_a_request_that_cannot_fit_is_refused_at_once() -> None:

@@ -367,7 +367,7 @@ class Scheduler:
         if not budget or not len(self._waiting) or not self._slots.num_free:
             return
         kv_cache, slots = self._kv_cache, self._slots
-        if self._running and self._blocked_at is not None and kv_cache.num_available <= self._blocked_at:
+        if self._blocked_at is not None and kv_cache.num_available <= self._blocked_at:
             return  # nothing has changed for the one that did not fit: not worth matching its prefix again
         for state in self._waiting.candidates(self._cached_pages):
             count = len(state.tokens)
