@@ -83,13 +83,20 @@ class Server:
         raise AssertionError(f"not ready after {timeout_s} s:\n{self.log()}")
 
     def wait_idle(self, timeout_s: float = 20.0) -> dict[str, Any]:
-        """Until the engine holds no request; returns the snapshot."""
+        """Until the engine holds no request and no page, in all snapshots of a second (it beats 4 times a second, so
+        one of them is of now); returns the last."""
         deadline = time.monotonic() + timeout_s
+        idle_s: float | None = None
         while True:
-            _, body = self.health()
-            if body["running"] == 0 and body["waiting"] == 0:
-                return body
-            assert time.monotonic() < deadline, f"still busy: {body}"
+            now = time.monotonic()
+            status, body = self.health()
+            if status == 200 and body["running"] == body["waiting"] == body["kv_pages_used"] == 0:
+                idle_s = idle_s or now
+                if now >= idle_s + 1.0 and body["kv_pages_total"] > 0:
+                    return body
+            else:
+                idle_s = None
+            assert now < deadline, f"still busy: {body}"
             time.sleep(0.1)
 
     def pids(self) -> dict[str, int]:
@@ -128,27 +135,37 @@ class Server:
     # ---- ending it ----
 
     def stop(self, sig: signal.Signals = signal.SIGTERM, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """The exit code. ``close`` is still to be called."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
-        try:
-            return self.process.wait(timeout_s)
-        finally:
-            self.close()
+        return self.process.wait(timeout_s)
 
     def close(self) -> None:
         """Whatever state it is in: nothing of it goes on."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.group, signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         self._log.close()
 
-    def leftovers(self) -> list[str]:
-        """Processes of its group and entries of its run directory that are still there."""
-        processes = []
-        for process in psutil.process_iter(["pid", "cmdline", "status"]):
+    def family(self) -> list[psutil.Process]:
+        """Every living process of it. Children have groups of their own, but the session is one; the guard has a
+        session of its own, but the run directory on its command line."""
+        found = []
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(process.pid) == self.group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                    processes.append(f"{process.pid}: {' '.join(process.info['cmdline'] or [])}")
+                ours = os.getsid(process.pid) == self.group or any(str(self.run_parent) in w for w in process.cmdline())
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Processes and entries of the run directory that are still there."""
+        processes = []
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                processes.append(f"{process.pid}: {' '.join(process.cmdline())}")
         return processes + [str(path) for path in self.run_parent.iterdir()]
 
     def wait_nothing_left(self, timeout_s: float = 5.0) -> None:
