@@ -10,10 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 import zmq
 
 from mizzen.engine.loop import EngineLoop
@@ -24,11 +23,10 @@ from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
 from mizzen.model_runner.batch_state import BatchState, PreparedStep
 from mizzen.model_runner.runner import ModelRunner, NullExecutor
+from mizzen.platform.cpu import CpuPlatform
 from mizzen.sampling_params import SamplingParams
-from mizzen.scheduler.output import SampledTokens
 from mizzen.scheduler.scheduler import Scheduler
 
-T = TypeVar("T")
 RUNNING = 256
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 16_384
@@ -37,20 +35,20 @@ LONG_PROMPT = 8192
 
 
 class _Ready:
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: list[Any]) -> None:
         self._result = result
 
     def ready(self) -> bool:
         return True
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None) -> list[Any]:
         return self._result
 
 
 class _NoDevice:
     """A stream without a device."""
 
-    def submit(self, work: Callable[[], T]) -> _Ready:
+    def submit(self, work: Callable[[], Any]) -> _Ready:
         return _Ready(work())
 
     def close(self) -> None:
@@ -60,8 +58,8 @@ class _NoDevice:
 class _HostRunner(ModelRunner):
     """Prepares steps as ever, and makes up their results instead of running them."""
 
-    def _run(self, step: PreparedStep) -> SampledTokens:
-        return SampledTokens((1000 + step.output_index % 1000).astype(np.int32))
+    def _run(self, step: PreparedStep) -> Any:
+        return (1000 + step.output_index % 1000).astype(np.int32), None, None, None
 
 
 def _sink(run_dir: str) -> None:
@@ -87,11 +85,11 @@ def build(run_dir: Path, max_batch_tokens: int) -> tuple[EngineLoop, Scheduler, 
         eos_token_ids=(0, 2),
     )
     state = BatchState(
+        CpuPlatform(1),
         max_slots=RUNNING,
         max_model_len=MAX_MODEL_LEN,
         page_size=PAGE_SIZE,
         eos_token_ids=(0, 2),
-        device=torch.device("cpu"),
     )
     runner = _HostRunner(state, NullExecutor(1000, 1000), _NoDevice())
     inbox = InprocChannel()

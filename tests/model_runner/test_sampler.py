@@ -11,6 +11,8 @@ from mizzen.model_runner.sampler import BLOCK, Pairs, Penalties, SamplingInputs,
 
 def inputs(rows: int, **changes: object) -> SamplingInputs:
     base = SamplingInputs(
+        slots=torch.arange(rows),
+        lengths=torch.ones(rows, dtype=torch.int64),
         temperature=torch.ones(rows),
         top_k=torch.zeros(rows, dtype=torch.int64),
         top_p=torch.ones(rows),

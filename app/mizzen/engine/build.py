@@ -16,7 +16,7 @@ from mizzen.ipc.messages import EngineInfo, ModelInfo, Phase
 from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
 from mizzen.model_runner.batch_state import BatchState
-from mizzen.model_runner.memory import CPU_DEFAULT_KV_BYTES, fit_model_len, kv_page_bytes, num_kv_pages
+from mizzen.model_runner.memory import fit_model_len, kv_page_bytes, num_kv_pages
 from mizzen.model_runner.runner import EagerExecutor, Executor, ModelRunner, NullExecutor
 from mizzen.models.config import parse_architecture
 from mizzen.models.loader import load_model
@@ -74,7 +74,7 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
             page_bytes=page_bytes,
             # ranks on one host share its memory
             free_bytes=platform.free_memory_bytes() // group.size,
-            cap_bytes=CPU_DEFAULT_KV_BYTES,
+            cap_bytes=platform.cap_kv_bytes(),
         )
     )
     if network.is_null:
@@ -103,11 +103,11 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
             make_attention(config.attention_backend, kv, num_heads=network.num_heads, device=platform.device),
         )
     state = BatchState(
+        platform,
         max_slots=config.scheduler.max_running_requests,
         max_model_len=max_model_len,
         page_size=cache.page_size,
         eos_token_ids=model.eos_token_ids,
-        device=platform.device,
     )
     runner = ModelRunner(state, executor, platform.make_stream())
     info = EngineInfo(

@@ -22,8 +22,7 @@ from mizzen.ipc.messages import (
     StopChoice,
     TopLogprobs,
 )
-from mizzen.model_runner.runner import ModelRunner
-from mizzen.platform.base import StepHandle
+from mizzen.model_runner.runner import ModelRunner, RunnerHandle
 from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.output import SampledTokens, SchedulerOutput
 from mizzen.scheduler.request import Request
@@ -64,7 +63,7 @@ class EngineLoop:
         self._seeds = np.random.default_rng(seed)
         self._broadcast = broadcast
         self._on_wait = on_wait
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle[SampledTokens]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, RunnerHandle]] = deque()
         self._started: list[ChoiceStarted] = []
         # no handle of an earlier life: a StopChoice that was under way then must not meet a choice of now
         self._next_handle = epoch << 32

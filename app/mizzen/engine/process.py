@@ -22,8 +22,8 @@ from mizzen.ipc.messages import (
     Shutdown,
 )
 from mizzen.ipc.process import Child, child_process
-from mizzen.platform.base import StepHandle
-from mizzen.scheduler.output import SampledTokens, SchedulerOutput, decode_step, encode_step
+from mizzen.model_runner.runner import RunnerHandle
+from mizzen.scheduler.output import SchedulerOutput, decode_step, encode_step
 
 log = structlog.get_logger()
 RANK_MESSAGE_LIMIT = 4  # steps a follower rank takes ahead of its device
@@ -151,7 +151,7 @@ def _lead(child: Child, built: Rank) -> None:
 def _follow(child: Child, built: Rank) -> None:
     """Rank 1 and up: the same steps in the same order; results are waited for, so that a failure is seen."""
     inbox = ZmqReceiver(child.context, child.run_dir, child.name.replace("engine", "rank"), None)
-    in_flight: deque[StepHandle[SampledTokens]] = deque()
+    in_flight: deque[RunnerHandle] = deque()
     steps = 0
     child.control.ready()
     while True:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mizzen.attention.base import Batch
 from mizzen.model_runner.sampler import MAX_CANDIDATES, Pairs, Penalties, SamplingInputs
+from mizzen.platform.base import Array, Platform
 from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.output import Int32, SchedulerOutput, SlotStart
 
@@ -107,24 +108,19 @@ class DeviceState:
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A step's inputs on the host, ready to be applied on the stream."""
+    """A step's inputs on the host. ``arrays`` cross over to the device together; the rest decides the step's shape."""
 
     output: SchedulerOutput
-    token_rows: Int64  # [T]: each token's row
-    positions: Int64  # [T]
+    arrays: dict[str, Array]
     query_start: Int32  # [R + 1]
     seq_lens: Int32  # [R]
-    sample_rows: Int64  # [S]: rows that sample
     output_index: Int64  # [S]
     all_greedy: bool
     any_min_p: bool
-    filtered: Int64 | None  # indices into the sampled rows, likewise below
     max_top_k: int
-    penalized: Int64 | None
-    logprobs: Int64 | None
+    max_history: int  # the longest of the penalized rows
+    logprob_rows: Int64 | None  # indices into the sampled rows
     num_logprobs: int
-    bias: tuple[Int64, Int64, npt.NDArray[np.float32]] | None
-    banned: tuple[Int64, Int64] | None
 
 
 class BatchState:
@@ -132,17 +128,17 @@ class BatchState:
 
     def __init__(
         self,
+        platform: Platform,
         *,
         max_slots: int,
         max_model_len: int,
         page_size: int,
         eos_token_ids: tuple[int, ...],
-        device: torch.device,
     ) -> None:
+        self._platform = platform
         self._page_size = page_size
-        self._device = device
         self._flags = HostFlags(max_slots, eos_token_ids)
-        self._state = DeviceState.allocate(max_slots, max_model_len, page_size, device)
+        self.device = DeviceState.allocate(max_slots, max_model_len, page_size, platform.device)
         self._row_of_slot = np.full(max_slots, -1, np.int64)
 
     # ---- on the host ----
@@ -165,29 +161,58 @@ class BatchState:
         seq_lens = output.num_computed + output.num_scheduled
         sample_rows = output.samples.nonzero()[0]
         slots = output.slots[sample_rows]
-        filtered = _indices(flags.filtered[slots])
-        top_k = flags.top_k[slots[filtered]] if filtered is not None else None
+        sample_lens = seq_lens[sample_rows].astype(np.int64)
+        output_index = sample_lens - flags.num_prompt[slots]
+        arrays: dict[str, Array] = {
+            "slots": output.slots.astype(np.int64),
+            "token_rows": token_rows,
+            "positions": positions,
+            "seq_lens": seq_lens,
+            "query_start": query_start,
+            "sample_tokens": query_start[1:][sample_rows].astype(np.int64) - 1,
+            "sample_slots": slots.astype(np.int64),
+            "sample_lens": sample_lens,
+            "output_index": output_index,
+        }
+        if len(output.page_ids):
+            arrays["page_slots"] = output.page_slots.astype(np.int64)
+            arrays["page_columns"] = output.page_columns.astype(np.int64)
+            arrays["page_ids"] = output.page_ids
+        if output.started:
+            arrays |= _start_arrays(output.started)
+        filtered, top_k = _indices(flags.filtered[slots]), None
+        if filtered is not None:
+            arrays["filtered"], top_k = filtered, flags.top_k[slots[filtered]]
         narrow = top_k is not None and top_k.min() > 0 and top_k.max() <= MAX_CANDIDATES
-        logprobs = _indices(flags.logprobs[slots] >= 0)
-        output_index = seq_lens[sample_rows].astype(np.int64) - flags.num_prompt[slots]
+        max_history = 0
+        if (penalized := _indices(flags.penalties[slots])) is not None:
+            arrays["penalized"], max_history = penalized, int(sample_lens[penalized].max())
+        if (logprob_rows := _indices(flags.logprobs[slots] >= 0)) is not None:
+            arrays["logprobs"] = logprob_rows
+        self._add_pairs(arrays, slots, output_index)
         return PreparedStep(
             output=output,
-            token_rows=token_rows,
-            positions=positions,
+            arrays=arrays,
             query_start=query_start,
             seq_lens=seq_lens,
-            sample_rows=sample_rows,
             output_index=output_index,
             all_greedy=not flags.sampled[slots].any(),
             any_min_p=bool(flags.min_p[slots].any()),
-            filtered=filtered,
             max_top_k=int(top_k.max()) if narrow and top_k is not None else 0,
-            penalized=_indices(flags.penalties[slots]),
-            logprobs=logprobs,
-            num_logprobs=int(flags.logprobs[slots].max()) if logprobs is not None else 0,
-            bias=self._pairs(flags.bias, slots),
-            banned=self._banned_pairs(slots, output_index),
+            max_history=max_history,
+            logprob_rows=logprob_rows,
+            num_logprobs=int(flags.logprobs[slots].max()) if logprob_rows is not None else 0,
         )
+
+    def _add_pairs(self, arrays: dict[str, Array], slots: Int32, output_index: Int64) -> None:
+        """Biases, and what min_tokens bans, of the slots that sample in this step, by row."""
+        if (pairs := self._pairs(self._flags.bias, slots)) is not None:
+            arrays["bias_rows"], arrays["bias_tokens"], arrays["bias_values"] = pairs
+        if (pairs := self._pairs(self._flags.banned, slots)) is not None:
+            rows, tokens, _ = pairs
+            early = output_index[rows] < self._flags.min_tokens[slots[rows]]
+            if early.any():
+                arrays["banned_rows"], arrays["banned_tokens"] = rows[early], tokens[early]
 
     def _pairs(self, pairs: SlotPairs, slots: Int32) -> tuple[Int64, Int64, npt.NDArray[np.float32]] | None:
         """Those of the pairs whose slot samples in this step, with the slot replaced by the row."""
@@ -199,28 +224,17 @@ class BatchState:
         here = rows >= 0
         return (rows[here], pairs.tokens[here], pairs.values[here]) if here.any() else None
 
-    def _banned_pairs(self, slots: Int32, output_index: Int64) -> tuple[Int64, Int64] | None:
-        pairs = self._pairs(self._flags.banned, slots)
-        if pairs is None:
-            return None
-        rows, tokens, _ = pairs
-        early = output_index[rows] < self._flags.min_tokens[slots[rows]]
-        return (rows[early], tokens[early]) if early.any() else None
-
     # ---- on the stream ----
 
     def apply(self, step: PreparedStep) -> tuple[Batch, SamplingInputs]:
         """Updates the device's state and gathers what the model and the sampler read."""
-        state, output = self._state, step.output
-        for start in output.started:
-            self._apply_start(start)
-        if len(output.page_ids):
-            state.page_table[self._index(output.page_slots), self._index(output.page_columns)] = self._tensor(
-                output.page_ids
-            )
-        slots = self._index(output.slots)
-        token_rows, positions = self._tensor(step.token_rows), self._tensor(step.positions)
-        token_slots = slots[token_rows]
+        arrays = dict(zip(step.arrays, self._platform.upload(list(step.arrays.values())), strict=True))
+        state = self.device
+        self._apply_starts(step.output.started, arrays)
+        if "page_ids" in arrays:
+            state.page_table[arrays["page_slots"], arrays["page_columns"]] = arrays["page_ids"]
+        slots, positions = arrays["slots"], arrays["positions"]
+        token_slots = slots[arrays["token_rows"]]
         pages = state.page_table[token_slots, positions // self._page_size].to(torch.int64)
         longest = -(-int(step.seq_lens.max()) // self._page_size)
         batch = Batch(
@@ -228,77 +242,83 @@ class BatchState:
             positions=positions,
             kv_slots=pages * self._page_size + positions % self._page_size,
             page_table=state.page_table[slots, :longest],
-            seq_lens=self._tensor(step.seq_lens),
-            query_start=self._tensor(step.query_start),
-            sample_tokens=self._tensor(step.query_start[1:][step.sample_rows].astype(np.int64) - 1),
-            num_decode_rows=output.num_decode_rows,
+            seq_lens=arrays["seq_lens"],
+            query_start=arrays["query_start"],
+            sample_tokens=arrays["sample_tokens"],
+            num_decode_rows=step.output.num_decode_rows,
             seq_lens_host=step.seq_lens.tolist(),
             query_start_host=step.query_start.tolist(),
         )
-        return batch, self._sampling_inputs(step, slots[self._tensor(step.sample_rows)])
+        return batch, self._sampling_inputs(step, arrays)
 
-    def store(self, step: PreparedStep, token_ids: Tensor) -> None:
+    def store(self, inputs: SamplingInputs, token_ids: Tensor) -> None:
         """Writes the sampled tokens [S] behind their rows' tokens, where the next step reads them."""
-        rows = step.sample_rows
-        slots, columns = self._index(step.output.slots[rows]), self._index(step.seq_lens[rows])
-        self._state.token_table[slots, columns] = token_ids.to(torch.int32)
+        self.device.token_table[inputs.slots, inputs.lengths] = token_ids.to(torch.int32)
 
-    def _apply_start(self, start: SlotStart) -> None:
-        state, params = self._state, start.sampling
-        state.token_table[start.slot, : len(start.token_ids)] = self._tensor(start.token_ids)
-        floats = [0.0] * 6
-        floats[_TEMPERATURE], floats[_TOP_P], floats[_MIN_P] = params.temperature, params.top_p, params.min_p
-        floats[_REPETITION] = params.repetition_penalty
-        floats[_FREQUENCY], floats[_PRESENCE] = params.frequency_penalty, params.presence_penalty
-        ints = [0] * 3
-        ints[_TOP_K], ints[_SEED], ints[_NUM_PROMPT] = max(params.top_k, 0), start.seed, start.num_prompt_tokens
-        state.floats[start.slot] = torch.tensor(floats, dtype=torch.float32)
-        state.ints[start.slot] = torch.tensor(ints, dtype=torch.int64)
+    def _apply_starts(self, started: list[SlotStart], arrays: dict[str, Tensor]) -> None:
+        if not started:
+            return
+        state, offset = self.device, 0
+        for start in started:
+            count = len(start.token_ids)
+            state.token_table[start.slot, :count] = arrays["start_tokens"][offset : offset + count]
+            offset += count
+        state.floats[arrays["start_slots"]] = arrays["start_floats"]
+        state.ints[arrays["start_slots"]] = arrays["start_ints"]
 
-    def _sampling_inputs(self, step: PreparedStep, slots: Tensor) -> SamplingInputs:
-        floats, ints = self._state.floats[slots], self._state.ints[slots]
+    def _sampling_inputs(self, step: PreparedStep, arrays: dict[str, Tensor]) -> SamplingInputs:
+        slots = arrays["sample_slots"]
+        floats, ints = self.device.floats[slots], self.device.ints[slots]
         inputs = SamplingInputs(
+            slots=slots,
+            lengths=arrays["sample_lens"],
             temperature=floats[:, _TEMPERATURE],
             top_k=ints[:, _TOP_K],
             top_p=floats[:, _TOP_P],
             min_p=floats[:, _MIN_P],
             seeds=ints[:, _SEED],
-            output_index=self._tensor(step.output_index),
+            output_index=arrays["output_index"],
             all_greedy=step.all_greedy,
+            filtered_rows=arrays.get("filtered"),
             max_top_k=step.max_top_k,
             any_min_p=step.any_min_p,
+            logprob_rows=arrays.get("logprobs"),
             num_logprobs=step.num_logprobs,
         )
-        if step.filtered is not None:
-            inputs.filtered_rows = self._tensor(step.filtered)
-        if step.logprobs is not None:
-            inputs.logprob_rows = self._tensor(step.logprobs)
-        if step.bias is not None:
-            rows, tokens, values = step.bias
-            inputs.bias = Pairs(self._tensor(rows), self._tensor(tokens), self._tensor(values))
-        if step.banned is not None:
-            inputs.banned = Pairs(self._tensor(step.banned[0]), self._tensor(step.banned[1]))
-        if step.penalized is not None:
-            penalized = self._tensor(step.penalized)
-            lengths = step.seq_lens[step.sample_rows][step.penalized].astype(np.int64)
+        if "bias_rows" in arrays:
+            inputs.bias = Pairs(arrays["bias_rows"], arrays["bias_tokens"], arrays["bias_values"])
+        if "banned_rows" in arrays:
+            inputs.banned = Pairs(arrays["banned_rows"], arrays["banned_tokens"])
+        if "penalized" in arrays:
+            rows = arrays["penalized"]
             inputs.penalties = Penalties(
-                rows=penalized,
-                history=self._state.token_table[slots[penalized], : int(lengths.max())].to(torch.int64),
-                lengths=self._tensor(lengths),
-                num_prompt_tokens=ints[penalized, _NUM_PROMPT],
-                repetition=floats[penalized, _REPETITION],
-                frequency=floats[penalized, _FREQUENCY],
-                presence=floats[penalized, _PRESENCE],
+                rows=rows,
+                history=self.device.token_table[slots[rows], : step.max_history].to(torch.int64),
+                lengths=arrays["sample_lens"][rows],
+                num_prompt_tokens=ints[rows, _NUM_PROMPT],
+                repetition=floats[rows, _REPETITION],
+                frequency=floats[rows, _FREQUENCY],
+                presence=floats[rows, _PRESENCE],
             )
         return inputs
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        if not array.flags.writeable:  # decoded from another rank's message
-            array = array.copy()
-        return torch.from_numpy(array).to(self._device)
 
-    def _index(self, array: Int32) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+def _start_arrays(started: list[SlotStart]) -> dict[str, Array]:
+    """All starts of a step: their tokens end to end, and a row of parameters each."""
+    floats = np.zeros((len(started), 6), np.float32)
+    ints = np.zeros((len(started), 3), np.int64)
+    for row, start in enumerate(started):
+        params = start.sampling
+        floats[row, [_TEMPERATURE, _TOP_P, _MIN_P]] = params.temperature, params.top_p, params.min_p
+        floats[row, _REPETITION] = params.repetition_penalty
+        floats[row, [_FREQUENCY, _PRESENCE]] = params.frequency_penalty, params.presence_penalty
+        ints[row] = max(params.top_k, 0), start.seed, start.num_prompt_tokens
+    return {
+        "start_slots": np.array([start.slot for start in started], np.int64),
+        "start_tokens": np.concatenate([start.token_ids for start in started]),
+        "start_floats": floats,
+        "start_ints": ints,
+    }
 
 
 def _indices(mask: npt.NDArray[np.bool_]) -> Int64 | None:

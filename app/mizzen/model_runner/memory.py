@@ -3,8 +3,6 @@
 from mizzen.config.config import CacheConfig
 from mizzen.errors import ConfigError
 
-CPU_DEFAULT_KV_BYTES = 2**30  # a host has other work: the CPU takes no more unless MIZZEN_KV_CACHE_BYTES says so
-
 
 def kv_page_bytes(*, num_layers: int, page_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Bytes of one page's K and V over all layers of a rank."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from mizzen.attention.base import AttentionBackend, Batch
 from mizzen.model_runner.batch_state import BatchState, PreparedStep
 from mizzen.model_runner.sampler import Sampled, SamplingInputs, sample
-from mizzen.platform.base import StepHandle, Stream
+from mizzen.platform.base import Outputs, StepHandle, Stream
 from mizzen.scheduler.output import SampledTokens, SchedulerOutput
 
 
@@ -55,6 +55,26 @@ class NullExecutor:
         return Sampled(self._first + batch.positions[batch.sample_tokens] % self._num)
 
 
+class RunnerHandle:
+    """A step's result, when the stream has got there."""
+
+    def __init__(self, step: PreparedStep, handle: StepHandle) -> None:
+        self._step = step
+        self._handle = handle
+
+    def ready(self) -> bool:
+        return self._handle.ready()
+
+    def result(self, timeout_s: float | None = None) -> SampledTokens:
+        """Raises TimeoutError after ``timeout_s``, or what the step raised."""
+        token_ids, chosen, top_ids, top = self._handle.result(timeout_s)
+        assert token_ids is not None
+        rows = self._step.logprob_rows
+        if rows is None:
+            return SampledTokens(token_ids)
+        return SampledTokens(token_ids, rows.astype(np.int32), chosen, top_ids, top)
+
+
 class ModelRunner:
     """One rank's runner. ``enqueue`` must be given every step, in order."""
 
@@ -63,30 +83,24 @@ class ModelRunner:
         self._executor = executor
         self._stream = stream
 
-    def enqueue(self, output: SchedulerOutput) -> StepHandle[SampledTokens]:
+    def enqueue(self, output: SchedulerOutput) -> RunnerHandle:
         """Prepares the step on the host and gives it to the stream; returns at once."""
         step = self._state.prepare(output)
-        return self._stream.submit(lambda: self._run(step))
+        return RunnerHandle(step, self._stream.submit(lambda: self._run(step)))
 
-    def _run(self, step: PreparedStep) -> SampledTokens:
+    def _run(self, step: PreparedStep) -> Outputs:
         with torch.inference_mode():
             batch, inputs = self._state.apply(step)
             sampled = self._executor.run(batch, inputs)
-            self._state.store(step, sampled.token_ids)
-            return _to_host(step, sampled)
+            token_ids = sampled.token_ids.to(torch.int32)
+            self._state.store(inputs, token_ids)
+            top_ids = sampled.top_token_ids
+            return (
+                token_ids,
+                sampled.chosen_logprobs,
+                None if top_ids is None else top_ids.to(torch.int32),
+                sampled.top_logprobs,
+            )
 
     def close(self) -> None:
         self._stream.close()
-
-
-def _to_host(step: PreparedStep, sampled: Sampled) -> SampledTokens:
-    result = SampledTokens(sampled.token_ids.to(torch.int32).numpy(force=True))
-    if sampled.chosen_logprobs is not None:
-        assert step.logprobs is not None
-        assert sampled.top_token_ids is not None
-        assert sampled.top_logprobs is not None
-        result.logprob_rows = step.logprobs.astype(np.int32)
-        result.chosen_logprobs = sampled.chosen_logprobs.numpy(force=True)
-        result.top_token_ids = sampled.top_token_ids.to(torch.int32).numpy(force=True)
-        result.top_logprobs = sampled.top_logprobs.numpy(force=True)
-    return result

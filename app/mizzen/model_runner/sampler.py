@@ -41,6 +41,8 @@ class Penalties:
 class SamplingInputs:
     """What the rows of one step ask for; None where no row asks."""
 
+    slots: Tensor  # [S] int64
+    lengths: Tensor  # [S] int64: tokens before the one to be sampled, which is also its place in the token table
     temperature: Tensor  # [S] float32; 0: greedy
     top_k: Tensor  # [S] int64; 0: off
     top_p: Tensor  # [S] float32

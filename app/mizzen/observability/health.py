@@ -34,9 +34,6 @@ def render(health: Health, which: Probe) -> tuple[int, dict[str, Any]]:
         "kv_pages_total": load.kv_pages_total,
         "kv_pages_used": load.kv_pages_used,
         "kv_pages_cached": load.kv_pages_cached,
-        "kv_pages_total": load.kv_pages_total,
-        "kv_pages_used": load.kv_pages_used,
-        "kv_pages_cached": load.kv_pages_cached,
         "processes": dict(health.processes),
     }
     return (200 if ok else 503), body

@@ -1,27 +1,29 @@
-"""What differs between devices: the stream that runs steps in order, and how much memory there is.
+"""What differs between devices: the stream that runs steps in order, how arrays cross over, how much memory there is.
 
-Work given to a stream runs in the order given, after everything given before. ``submit`` returns at once; the
-host learns a result later, from the handle.
+Work given to a stream runs in the order given, after everything given before. ``submit`` returns at once; the host
+learns a result later, from the handle.
 """
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+Array = npt.NDArray[Any]
+Outputs = Sequence[Tensor | None]
 
 
-class StepHandle(Protocol[T_co]):
+class StepHandle(Protocol):
     def ready(self) -> bool: ...
 
-    def result(self, timeout_s: float | None = None) -> T_co:
-        """Waits for the work. Raises TimeoutError after ``timeout_s``, or what the work raised."""
+    def result(self, timeout_s: float | None = None) -> list[Array | None]:
+        """Waits for the work; its outputs on the host. Raises TimeoutError after ``timeout_s``, or what it raised."""
 
 
 class Stream(Protocol):
-    def submit(self, work: Callable[[], T]) -> StepHandle[T]: ...
+    def submit(self, work: Callable[[], Outputs]) -> StepHandle: ...
 
     def close(self) -> None:
         """Waits for what was submitted, then releases the stream."""
@@ -33,5 +35,11 @@ class Platform(Protocol):
 
     def make_stream(self) -> Stream: ...
 
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The arrays as tensors on the device, in the order of the current stream. The host does not wait."""
+
     def free_memory_bytes(self) -> int:
         """Memory that the KV cache may take, before any safety margin."""
+
+    def cap_kv_bytes(self) -> int | None:
+        """What the KV cache takes at most unless a setting says otherwise; None: no limit but the memory."""

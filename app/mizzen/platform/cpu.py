@@ -2,31 +2,31 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import psutil
 import torch
+from torch import Tensor
 
-from mizzen.platform.base import StepHandle, Stream
+from mizzen.platform.base import Array, Outputs, StepHandle, Stream
 
-T = TypeVar("T")
+DEFAULT_KV_BYTES = 2**30  # a host has other work: the KV cache takes no more unless MIZZEN_KV_CACHE_BYTES says so
 
 
-class CpuHandle(Generic[T]):
+class CpuHandle:
     """The result of one piece of work on the worker thread."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
+    def __init__(self, work: Callable[[], Outputs]) -> None:
+        self._work: Callable[[], Outputs] | None = work
         self._done = threading.Event()
-        self._result: T | None = None
+        self._result: list[Array | None] = []
         self._error: BaseException | None = None
 
     def run(self) -> None:
         assert self._work is not None
         try:
-            self._result = self._work()
+            self._result = [None if output is None else output.numpy() for output in self._work()]
         except BaseException as error:  # noqa: BLE001  # handed to whoever waits for the result
             self._error = error
         self._work = None  # it holds the step's tensors
@@ -35,17 +35,17 @@ class CpuHandle(Generic[T]):
     def ready(self) -> bool:
         return self._done.is_set()
 
-    def result(self, timeout_s: float | None = None) -> T:
+    def result(self, timeout_s: float | None = None) -> list[Array | None]:
         if not self._done.wait(timeout_s):
             raise TimeoutError
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]  # set before _done
+        return self._result
 
 
 class CpuStream:
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[CpuHandle[object] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[CpuHandle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="cpu-stream", daemon=True)
         self._thread.start()
 
@@ -54,9 +54,9 @@ class CpuStream:
         while (handle := self._queue.get()) is not None:
             handle.run()
 
-    def submit(self, work: Callable[[], T]) -> StepHandle[T]:
+    def submit(self, work: Callable[[], Outputs]) -> StepHandle:
         handle = CpuHandle(work)
-        self._queue.put(handle)  # type: ignore[arg-type]  # the queue does not care for the result's type
+        self._queue.put(handle)
         return handle
 
     def close(self) -> None:
@@ -73,6 +73,13 @@ class CpuPlatform:
 
     def make_stream(self) -> Stream:
         return CpuStream()
+
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """Without a copy, but of read-only arrays (decoded from another rank's message)."""
+        return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
+
+    def cap_kv_bytes(self) -> int | None:
+        return DEFAULT_KV_BYTES
 
     def free_memory_bytes(self) -> int:
         """The host's available memory, or what is left of the container's limit if that is less."""
