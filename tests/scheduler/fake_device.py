@@ -5,12 +5,14 @@ early, handed out twice or matched wrongly shows at once. The next token is a fu
 that a request's answer must not depend on batching, chunking, caching, preemption or overlap.
 """
 
+import hashlib
 from collections import deque
 
 import numpy as np
 
 from mizzen.ipc.messages import ChoiceEnded
 from mizzen.kv_cache.cache import KVCache
+from mizzen.kv_cache.radix_tree import RadixTree
 from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.output import SampledTokens, SchedulerOutput, decode_step, encode_step
 from mizzen.scheduler.request import Request
@@ -69,6 +71,10 @@ def reference(request: Request) -> tuple[list[int], str]:
             return tokens[num_prompt:], "length"
 
 
+def _digest(salt: str | None) -> bytes:
+    return b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+
+
 class FakeDevice:
     def __init__(
         self, num_slots: int, num_pages: int, page_size: int, max_model_len: int, max_batch_tokens: int
@@ -76,13 +82,13 @@ class FakeDevice:
         self._page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._table = np.full((num_slots, -(-max_model_len // page_size)), -1, np.int64)
-        self._kv = np.zeros((num_pages, page_size), np.int64)
+        self.kv = np.zeros((num_pages, page_size), np.int64)
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
         self._prefix: list[list[int]] = [[] for _ in range(num_slots)]  # of each token, its prefix's number
         self._computed = [0] * num_slots
         self._handles = [-1] * num_slots
         self._num_prompt = [0] * num_slots
-        self._prefixes = Prefixes()
+        self.prefixes = Prefixes()
         self.requests: dict[int, Request] = {}
 
     def run(self, output: SchedulerOutput) -> SampledTokens:
@@ -106,10 +112,10 @@ class FakeDevice:
                 assert cell[0] >= 0, "a row computes a token without a page for it"
                 assert cell not in written, "two rows write the same place"
                 written.add(cell)
-                self._kv[cell] = self._prefix[slot][position]
+                self.kv[cell] = self._prefix[slot][position]
         for slot, start, count in self._rows(output):
             positions = np.arange(start + count)
-            read = self._kv[self._table[slot, positions // size], positions % size]
+            read = self.kv[self._table[slot, positions // size], positions % size]
             assert read.tolist() == self._prefix[slot][: start + count], "a row reads another sequence's KV"
             self._computed[slot] = start + count
         sampled = []
@@ -123,9 +129,9 @@ class FakeDevice:
 
     def _push(self, slot: int, token: int) -> None:
         path = self._prefix[slot]
-        before = path[-1] if path else self._prefixes.root(self.requests[self._handles[slot]].cache_salt)
+        before = path[-1] if path else self.prefixes.root(self.requests[self._handles[slot]].cache_salt)
         self._tokens[slot].append(token)
-        path.append(self._prefixes.extend(before, token))
+        path.append(self.prefixes.extend(before, token))
 
     def _rows(self, output: SchedulerOutput) -> list[tuple[int, int, int]]:
         columns = (output.slots.tolist(), output.num_computed.tolist(), output.num_scheduled.tolist())
@@ -248,6 +254,25 @@ class Simulation:
         if self.in_flight and (output is None or len(self.in_flight) > depth):
             self.update()
         self.collect()
+
+    def check(self) -> None:
+        """The scheduler's own invariants, and that each cached page holds what its key says."""
+        self.scheduler.check()
+        tree = self.kv_cache.prefixes
+        if not isinstance(tree, RadixTree):
+            return
+        salts = {_digest(request.cache_salt): request.cache_salt for request in self.device.requests.values()}
+        size = self.kv_cache.page_size
+        stack = [(child, None) for child in tree._root.children.values()]
+        while stack:
+            node, prefix = stack.pop()
+            if prefix is None:
+                prefix = self.device.prefixes.root(salts[node.key[: len(node.key) - size * 4]])
+            for position, token in enumerate(node.tokens[: node.num_pages * size].tolist()):
+                prefix = self.device.prefixes.extend(prefix, token)
+                page = node.pages[position // size]
+                assert self.device.kv[page, position % size] == prefix, "a cached page holds something else"
+            stack.extend((child, prefix) for child in node.children.values())
 
     def run(self, depth: int = 0, limit: int = 10_000) -> None:
         """Steps until all requests have ended."""

@@ -118,7 +118,7 @@ def test_a_stop_string_ends_with_stop_and_later_results_are_dropped() -> None:
     assert simulation.ended[handle].stop_token_id is None
     simulation.run(2)
     assert len(simulation.tokens[handle]) == seen
-    simulation.scheduler.check()
+    simulation.check()
 
 
 def test_stopping_what_has_ended_or_never_was_does_nothing() -> None:
@@ -143,7 +143,7 @@ def test_an_abort_ends_all_choices_of_a_request_and_no_other(steps: int) -> None
     assert [simulation.ended[handle].reason for handle in aborted] == ["abort"] * 3
     simulation.run(1)
     assert simulation.ended[other].reason == "length"
-    simulation.scheduler.check()
+    simulation.check()
 
 
 def test_abort_in_flight_frees_pages_once_and_the_slot_later() -> None:
@@ -156,7 +156,7 @@ def test_abort_in_flight_frees_pages_once_and_the_slot_later() -> None:
     assert simulation.scheduler.load().kv_pages_used == 0
     second = _without_eos(simulation, [1, 1], 3)
     assert simulation.schedule() is None, "its only slot still waits for two results"
-    simulation.scheduler.check()
+    simulation.check()
     simulation.update()
     assert simulation.schedule() is None
     simulation.update()
@@ -228,7 +228,7 @@ def test_abort_all_ends_everything_with_the_error() -> None:
     assert [end.error for end in simulation.ended.values()] == [error] * 5
     assert not simulation.scheduler.has_work()
     simulation.run(1)
-    simulation.scheduler.check()
+    simulation.check()
 
 
 def test_timings_follow_the_request() -> None:
@@ -338,6 +338,27 @@ def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
     assert all(start.num_prompt_tokens == 8 for start in resumed)
     assert handles[0] not in {start.handle for start in resumed}
     simulation.assert_answers()
+
+
+@pytest.mark.parametrize("head_start", range(1, 5))
+def test_the_first_in_policy_order_has_a_row_in_every_step(head_start: int) -> None:
+    simulation = Simulation(
+        num_pages=16, page_size=1, max_model_len=16, max_batch_tokens=2, policy="priority", prefix_cache="none"
+    )
+    _without_eos(simulation, [0, 1], 14, priority=1)
+    for _ in range(head_start):
+        simulation.step()
+    urgent = _without_eos(simulation, [1] * 9, 3, priority=0)
+    simulation.run()
+    begin = next(i for i, output in enumerate(simulation.outputs) if any(s.handle == urgent for s in output.started))
+    slot = next(start.slot for start in simulation.outputs[begin].started)
+    scheduled = 0
+    for output in simulation.outputs[begin:]:
+        assert slot in output.slots
+        scheduled += int(output.num_scheduled[output.slots == slot][0])
+        if scheduled == 9 + 3 - 1:
+            break
+    assert simulation.scheduler.load().preemptions > 0
 
 
 def test_a_preempted_request_comes_back_before_those_that_wait() -> None:

@@ -33,5 +33,5 @@ def test_answers_do_not_depend_on_settings(depth: int, prefix_cache: str, alloca
         simulation.run(depth)
         assert len(simulation.ended) == 24
         simulation.assert_answers()
-        simulation.scheduler.check()
+        simulation.check()
         assert simulation.scheduler.load().kv_pages_used == 0

@@ -136,14 +136,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         type(self).steps_run += 1
         for replica in getattr(self, "replicas", []):
             replica.collect()
-            replica.scheduler.check()
+            replica.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "replicas"):
             return
         for replica in self.replicas:
             replica.run(depth=1)
-            replica.scheduler.check()
+            replica.check()
             assert set(replica.ended) == set(replica.tokens), "a request without an end"
             assert replica.scheduler.load().kv_pages_used == 0
             replica.assert_answers()

@@ -434,7 +434,7 @@ class Scheduler:
             state = slots.occupants[slot]
             assert state is not None
             state.timings.first_token_s = now
-        for slot in where[np.minimum(slots.num_computed[where], known) >= self._pages.next_register[where]].tolist():
+        for slot in where[known >= self._pages.next_register[where]].tolist():
             full = min(int(slots.num_computed[slot]), int(slots.num_known[slot]))
             self._pages.register(slot, slots.tokens[slot], full)
         stopped = (slots.stop_ids[where] == token_ids[:, None]).any(1) & (known >= slots.stops_from[where])
