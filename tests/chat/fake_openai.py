@@ -155,8 +155,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     # Like the supervisor, it has a handler for SIGINT: only a signal that never arrives leaves it alone.
     signal.signal(signal.SIGINT, lambda *_: os._exit(99))
-    # In the tests the shell leads the session, so the kernel tells the group of its death. Elsewhere it does not.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with running(api), running(health):
         print("pid", os.getpid(), flush=True)
         deadline = time.monotonic() + 60  # whatever a test does, it does not stay

@@ -11,27 +11,35 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-# A session leader that opens a terminal gets it as its own.
-_ON_TERMINAL = """
-import os, sys
+# What a login shell is to a program: the leader of the session, which gets the terminal by opening it, and stays.
+_LEADER = """
+import os, signal, subprocess, sys
 terminal = os.open(sys.argv[1], os.O_RDWR)
-for number in range(3):
-    os.dup2(terminal, number)
-os.execv(sys.argv[2], sys.argv[2:])
+signal.signal(signal.SIGINT, lambda *_: None)
+program = subprocess.Popen(sys.argv[2:], stdin=terminal, stdout=terminal, stderr=terminal)
+print(program.pid, flush=True)
+print(program.wait(), flush=True)
+sys.stdin.read()
 """
 
 
 class Terminal:
+    """``pid`` is the program's, ``group`` that of its process group."""
+
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        self._master, slave = os.openpty()
-        termios.tcsetwinsize(slave, (24, 100))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _ON_TERMINAL, os.ttyname(slave), *command],
+        self._master, self._slave = os.openpty()
+        termios.tcsetwinsize(self._slave, (24, 100))
+        self._leader = subprocess.Popen(
+            [sys.executable, "-c", _LEADER, os.ttyname(self._slave), *command],
             env={"PATH": os.defpath, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "LANG": "C.UTF-8", **environment},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        self._slave = slave  # kept open: else reading fails once the program has ended
+        self.group = self._leader.pid
+        assert self._leader.stdout is not None
+        self._says = self._leader.stdout
+        self.pid = int(self._says.readline())
         self.shown = ""
 
     def send(self, keys: str) -> None:
@@ -48,13 +56,13 @@ class Terminal:
     def wait(self, timeout_s: float = 30.0) -> int:
         """The exit code. What is shown meanwhile can be expected afterwards."""
         deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            if select.select([self._master], [], [], 0.02)[0]:
+        while True:
+            ready, _, _ = select.select([self._master, self._says], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"it does not end; it shows {self.shown!r}"
+            if self._master in ready:
                 self._read(1.0, "the end")
-            assert time.monotonic() < deadline, f"it does not end; it shows {self.shown!r}"
-        while select.select([self._master], [], [], 0)[0]:
-            self._read(1.0, "the end")
-        return self.process.returncode
+            else:
+                return int(self._says.readline())
 
     def echoes(self) -> bool:
         """Whether the terminal shows what is typed, as it does between programs that take each key themselves."""
@@ -71,8 +79,7 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads its own session: nobody else is in its group
-            self.process.wait()
+        os.killpg(self.group, signal.SIGKILL)  # the leader still leads it: nobody else can have its number
+        self._leader.communicate()
         os.close(self._master)
         os.close(self._slave)
