@@ -84,7 +84,7 @@ class LLM:
 
     def _build(self, config: Config) -> EngineLoop:
         engine = config.engine
-        platform = make_platform(engine)
+        platform = make_platform(engine, 0)
         if engine.tensor_parallel_size > 1:
             self._ranks = LocalRanks(config, self._info)
             store = self._ranks.run_dir / f"ranks-{EPOCH}"

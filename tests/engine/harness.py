@@ -48,7 +48,7 @@ class EngineUnderTest:
             context_length=architecture.context_length,
             eos_token_ids=eos_token_ids(folder),
         )
-        self.rank = build_rank(config, model, make_platform(config), SingleGroup(), lambda *_: None)
+        self.rank = build_rank(config, model, make_platform(config, 0), SingleGroup(), lambda *_: None)
         self.scheduler = build_scheduler(config, self.rank)
         self.inbox, self.outbox = InprocChannel(), InprocChannel()
         self.loop = EngineLoop(

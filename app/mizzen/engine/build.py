@@ -11,7 +11,6 @@ from mizzen.attention.base import KVTensors
 from mizzen.attention.registry import make_attention
 from mizzen.config.config import EngineConfig
 from mizzen.distributed.group import ProcessGroup
-from mizzen.errors import ConfigError
 from mizzen.ipc.messages import EngineInfo, ModelInfo, Phase
 from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
@@ -19,10 +18,10 @@ from mizzen.model_runner.batch_state import BatchState
 from mizzen.model_runner.memory import fit_model_len, kv_page_bytes, num_kv_pages
 from mizzen.model_runner.runner import EagerExecutor, Executor, ModelRunner, NullExecutor
 from mizzen.models.config import parse_architecture
-from mizzen.models.loader import load_model
+from mizzen.models.loader import Model, load_model
 from mizzen.platform.base import Platform
 from mizzen.platform.cpu import CpuPlatform
-from mizzen.sampling_params import SamplingParams
+from mizzen.sampling_params import MAX_LOGPROBS, SamplingParams
 from mizzen.scheduler.output import SchedulerOutput, SlotStart
 from mizzen.scheduler.scheduler import Scheduler
 
@@ -40,18 +39,20 @@ class Rank:
     model: ModelInfo
 
 
-def make_platform(config: EngineConfig) -> Platform:
+def make_platform(config: EngineConfig, rank: int) -> Platform:
     if config.device == "cuda":
-        raise ConfigError("this build runs on the CPU only", setting="MIZZEN_DEVICE")
+        from mizzen.platform.cuda import CudaPlatform
+
+        return CudaPlatform(rank)
     return CpuPlatform(config.threads)
 
 
 def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group: ProcessGroup, report: Report) -> Rank:
-    """Loads the weights, sizes the KV pool (the smallest of all ranks) and runs one step of the largest size."""
+    """Loads the weights, runs the largest steps to see what memory they take, and sizes the KV pool by that: the
+    smallest of all ranks' pools counts."""
     torch.set_grad_enabled(False)
-    architecture = parse_architecture(model.path)
     network = load_model(
-        architecture,
+        parse_architecture(model.path),
         model.weights,
         load_format=config.model.load_format,
         dtype=config.model.dtype,
@@ -59,86 +60,120 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         group=group,
         progress=lambda fraction, detail: report("load", fraction, detail),
     )
-    report("profile", 0.0, "sizing the KV cache")
-    cache = config.cache
-    page_bytes = kv_page_bytes(
-        num_layers=network.num_layers,
-        page_size=cache.page_size,
-        kv_heads=network.num_kv_heads,
-        head_dim=network.head_dim,
-        itemsize=network.dtype.itemsize,
-    )
-    pages = group.min_int(
-        num_kv_pages(
-            cache,
-            page_bytes=page_bytes,
-            # ranks on one host share its memory
-            free_bytes=platform.free_memory_bytes() // group.size,
-            cap_bytes=platform.cap_kv_bytes(),
-        )
-    )
-    if network.is_null:
-        pages = min(pages, NULL_MODEL_PAGES)
+    builder = _Builder(config, model, platform, network)
+    report("profile", 0.0, "running the largest steps")
+    peak_bytes = platform.peak_bytes(builder.run_largest_steps)
+    report("profile", 0.5, "sizing the KV cache")
+    pages = group.min_int(builder.num_pages(peak_bytes, group.size))
     max_model_len = fit_model_len(
         config.scheduler.max_model_len,
         context_length=model.context_length,
         num_pages=pages,
-        page_size=cache.page_size,
+        page_size=config.cache.page_size,
     )
-    kv = KVTensors.allocate(
-        network.num_layers,
-        pages,
-        cache.page_size,
-        network.num_kv_heads,
-        network.head_dim,
-        network.dtype,
-        platform.device,
-    )
-    executor: Executor
-    if network.is_null:
-        executor = NullExecutor(first_token=1000 % model.vocab_size, num_tokens=min(1000, model.vocab_size // 2))
-    else:
-        executor = EagerExecutor(
-            network,
-            make_attention(config.attention_backend, kv, num_heads=network.num_heads, device=platform.device),
-        )
-    state = BatchState(
-        platform,
-        max_slots=config.scheduler.max_running_requests,
-        max_model_len=max_model_len,
-        page_size=cache.page_size,
-        eos_token_ids=model.eos_token_ids,
-    )
-    runner = ModelRunner(state, executor, platform.make_stream())
-    info = EngineInfo(
-        max_model_len=max_model_len,
-        max_running_requests=config.scheduler.max_running_requests,
-        num_pages=pages,
-        page_size=cache.page_size,
-        kv_bytes=page_bytes * pages,
-    )
-    report("profile", 0.5, "running the largest step")
-    runner.enqueue(largest_step(config.scheduler.max_batch_tokens, info)).result()
+    runner = builder.runner(pages, max_model_len)
     report("profile", 1.0, "")
-    return Rank(runner, info, model)
+    return Rank(runner, builder.info(pages, max_model_len), model)
 
 
-def largest_step(max_batch_tokens: int, info: EngineInfo) -> SchedulerOutput:
-    """One prompt of the whole token budget, whose KV goes to the dummy page: touches the memory a step needs."""
-    length = min(max_batch_tokens, info.max_model_len)
-    one = np.array([0], np.int32)
-    columns = np.arange(-(-length // info.page_size), dtype=np.int32)
+class _Builder:
+    """Runners over pools of any size: a small one to profile with, then the real one."""
+
+    def __init__(self, config: EngineConfig, model: ModelInfo, platform: Platform, network: Model) -> None:
+        self._config = config
+        self._model = model
+        self._platform = platform
+        self._network = network
+        self._page_bytes = kv_page_bytes(
+            num_layers=network.num_layers,
+            page_size=config.cache.page_size,
+            kv_heads=network.num_kv_heads,
+            head_dim=network.head_dim,
+            itemsize=network.dtype.itemsize,
+        )
+
+    def num_pages(self, peak_bytes: int, ranks: int) -> int:
+        platform, cache = self._platform, self._config.cache
+        share = ranks if self._config.device == "cpu" else 1  # ranks on one host share its memory
+        pages = num_kv_pages(
+            cache,
+            page_bytes=self._page_bytes,
+            budget_bytes=platform.kv_budget_bytes(cache.memory_fraction) // share - peak_bytes,
+            free_bytes=platform.free_memory_bytes() // share - peak_bytes,
+        )
+        return min(pages, NULL_MODEL_PAGES) if self._network.is_null else pages
+
+    def info(self, pages: int, max_model_len: int) -> EngineInfo:
+        return EngineInfo(
+            max_model_len=max_model_len,
+            max_running_requests=self._config.scheduler.max_running_requests,
+            num_pages=pages,
+            page_size=self._config.cache.page_size,
+            kv_bytes=self._page_bytes * pages,
+        )
+
+    def runner(self, pages: int, max_model_len: int) -> ModelRunner:
+        config, platform = self._config, self._platform
+        state = BatchState(
+            platform,
+            max_slots=config.scheduler.max_running_requests,
+            max_model_len=max_model_len,
+            page_size=config.cache.page_size,
+            eos_token_ids=self._model.eos_token_ids,
+        )
+        return ModelRunner(state, self._executor(pages), platform.make_stream())
+
+    def _executor(self, pages: int) -> Executor:
+        config, network, platform = self._config, self._network, self._platform
+        if network.is_null:
+            vocab_size = self._model.vocab_size
+            return NullExecutor(first_token=1000 % vocab_size, num_tokens=min(1000, vocab_size // 2))
+        kv = KVTensors.allocate(
+            network.num_layers,
+            pages,
+            config.cache.page_size,
+            network.num_kv_heads,
+            network.head_dim,
+            network.dtype,
+            platform.device,
+        )
+        attention = make_attention(config.attention_backend, kv, num_heads=network.num_heads, device=platform.device)
+        return EagerExecutor(network, attention)
+
+    def run_largest_steps(self) -> None:
+        """The longest prompt that the token budget admits, then as many rows as run at once, with all that a
+        sampler can be asked. Their KV goes to the dummy page of a pool that has no other."""
+        limits = self._config.scheduler
+        longest = min(self._config.scheduler.max_model_len or self._model.context_length, self._model.context_length)
+        prompt, rows = min(limits.max_batch_tokens, longest), min(limits.max_running_requests, limits.max_batch_tokens)
+        runner = self.runner(0, longest)
+        for step in (largest_step([prompt], self._config.cache.page_size), largest_step([1] * rows, 1)):
+            runner.enqueue(step).result()
+        runner.close()
+
+
+def largest_step(lengths: list[int], page_size: int) -> SchedulerOutput:
+    """A step that starts a request of each length, sampled in the most costly way, its pages all page 0."""
+    rows = np.arange(len(lengths), dtype=np.int32)
+    counts = np.array(lengths, np.int32)
+    pages = -(-counts // page_size)
+    params = SamplingParams(
+        top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, seed=0
+    )
     return SchedulerOutput(
         step=0,
-        slots=one,
-        num_computed=one,
-        num_scheduled=np.array([length], np.int32),
-        samples=np.array([True]),
+        slots=rows,
+        num_computed=np.zeros_like(rows),
+        num_scheduled=counts,
+        samples=np.ones(len(rows), np.bool_),
         num_decode_rows=0,
-        started=[SlotStart(0, 0, np.zeros(length, np.int32), length, 0, SamplingParams(), 0)],
-        page_slots=np.zeros(len(columns), np.int32),
-        page_columns=columns,
-        page_ids=np.full(len(columns), info.num_pages, np.int32),
+        started=[
+            SlotStart(slot, slot, np.zeros(length, np.int32), length, 0, params, 0)
+            for slot, length in enumerate(lengths)
+        ],
+        page_slots=np.repeat(rows, pages),
+        page_columns=np.concatenate([np.arange(count, dtype=np.int32) for count in pages]),
+        page_ids=np.zeros(pages.sum(), np.int32),
     )
 
 

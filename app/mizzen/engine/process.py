@@ -76,8 +76,8 @@ def _build(child: Child, rank: int) -> Rank:
     config = child.config.engine
     model = msgspec.json.decode((child.run_dir / "model.json").read_bytes(), type=ModelInfo)
     report = _reporter(child)
-    report("load", 0.0, "meeting the other ranks")
-    platform = make_platform(config)
+    report("load", 0.0, "meeting the other ranks" if config.tensor_parallel_size > 1 else "")
+    platform = make_platform(config, rank)
     group = make_group(
         rank,
         config.tensor_parallel_size,

@@ -9,23 +9,18 @@ def kv_page_bytes(*, num_layers: int, page_size: int, kv_heads: int, head_dim: i
     return 2 * num_layers * page_size * kv_heads * head_dim * itemsize
 
 
-def num_kv_pages(cache: CacheConfig, *, page_bytes: int, free_bytes: int, cap_bytes: int | None) -> int:
+def num_kv_pages(cache: CacheConfig, *, page_bytes: int, budget_bytes: int, free_bytes: int) -> int:
     """Pages that fit this rank; raises ConfigError if not even two (one more is the dummy page) do.
 
-    ``free_bytes``: memory free after loading; ``cap_bytes``: what a device takes at most by default.
+    ``budget_bytes``: what may be taken by default; ``free_bytes``: what a setting of the size may take.
     """
+    setting, now = "MIZZEN_MEMORY_FRACTION", str(cache.memory_fraction)
     if cache.kv_cache_bytes is not None:
-        pages = cache.kv_cache_bytes // page_bytes - 1
-        if cache.kv_cache_bytes > free_bytes:
-            raise ConfigError(
-                f"MIZZEN_KV_CACHE_BYTES is {cache.kv_cache_bytes}, but only {free_bytes} bytes are free",
-                setting="MIZZEN_KV_CACHE_BYTES",
-            )
         setting, now = "MIZZEN_KV_CACHE_BYTES", str(cache.kv_cache_bytes)
-    else:
-        budget = int(free_bytes * cache.memory_fraction)
-        pages = (budget if cap_bytes is None else min(budget, cap_bytes)) // page_bytes - 1
-        setting, now = "MIZZEN_MEMORY_FRACTION", str(cache.memory_fraction)
+        budget_bytes = cache.kv_cache_bytes
+        if budget_bytes > free_bytes:
+            raise ConfigError(f"{setting} is {now}, but only {free_bytes} bytes are free", setting=setting)
+    pages = budget_bytes // page_bytes - 1
     if pages < 1:
         raise ConfigError(
             f"the KV cache fits no page of {page_bytes} bytes: raise {setting} (now {now};"

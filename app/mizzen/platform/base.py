@@ -39,7 +39,10 @@ class Platform(Protocol):
         """The arrays as tensors on the device, in the order of the current stream. The host does not wait."""
 
     def free_memory_bytes(self) -> int:
-        """Memory that the KV cache may take, before any safety margin."""
+        """Memory that nobody uses now."""
 
-    def cap_kv_bytes(self) -> int | None:
-        """What the KV cache takes at most unless a setting says otherwise; None: no limit but the memory."""
+    def kv_budget_bytes(self, memory_fraction: float) -> int:
+        """What the KV cache, and what else is allocated from now on, may take by default."""
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Runs ``work`` to its end; how much more memory it needed for the time, 0 where that is not measured."""

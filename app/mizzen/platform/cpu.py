@@ -78,8 +78,13 @@ class CpuPlatform:
         """Without a copy, but of read-only arrays (decoded from another rank's message)."""
         return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
 
-    def cap_kv_bytes(self) -> int | None:
-        return DEFAULT_KV_BYTES
+    def kv_budget_bytes(self, memory_fraction: float) -> int:
+        return min(DEFAULT_KV_BYTES, int(self.free_memory_bytes() * memory_fraction))
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Not measured: the budget is far from the host's memory."""
+        work()
+        return 0
 
     def free_memory_bytes(self) -> int:
         """The host's available memory, or what is left of the container's limit if that is less."""

@@ -1,0 +1,114 @@
+"""A CUDA device: work is enqueued on one stream when it is submitted; its outputs are copied to pinned memory behind it.
+
+All of a rank's device work is on this one stream, so state that steps change needs no other order. Pinned buffers come
+from torch's caching host allocator, which reuses one only when the copy that read or wrote it is done.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mizzen.platform.base import Array, Outputs, StepHandle, Stream
+
+ALIGNMENT = 16  # bytes, of each array in an upload
+SPIN_S = 0.002  # a result this close is waited for without sleeping
+SLEEP_S = 50e-6
+
+
+class CudaHandle:
+    """The outputs of one piece of work, on their way to the host."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._host = [None if output is None else _copy_out(output) for output in outputs]
+        self._done = torch.Event("cuda")
+        self._done.record()
+
+    def ready(self) -> bool:
+        return self._done.query()
+
+    def result(self, timeout_s: float | None = None) -> list[Array | None]:
+        start = time.perf_counter()
+        while not self._done.query():
+            waited = time.perf_counter() - start
+            if timeout_s is not None and waited > timeout_s:
+                raise TimeoutError
+            if waited > SPIN_S:
+                time.sleep(SLEEP_S)
+        return [None if output is None else output.numpy() for output in self._host]
+
+
+def _copy_out(output: Tensor) -> Tensor:
+    host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    return host.copy_(output, non_blocking=True)
+
+
+class CudaStream:
+    """The thread's current stream: ``submit`` runs the work on the host at once, which enqueues it on the device."""
+
+    def submit(self, work: Callable[[], Outputs]) -> StepHandle:
+        return CudaHandle(work())
+
+    def close(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+
+class CudaPlatform:
+    """GPU number ``index`` of those that are visible."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+
+    def make_stream(self) -> Stream:
+        return CudaStream()
+
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """One copy for all: the arrays are packed into one pinned buffer, the tensors are views of one buffer."""
+        offsets, total = [], 0
+        for array in arrays:
+            offsets.append(total)
+            total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        host = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+        packed = host.numpy()
+        for array, offset in zip(arrays, offsets, strict=True):
+            packed[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        device = host.to(self.device, non_blocking=True)
+        return [
+            device[offset : offset + array.nbytes].view(_torch_dtype(array)).view(array.shape)
+            for array, offset in zip(arrays, offsets, strict=True)
+        ]
+
+    def free_memory_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free
+
+    def kv_budget_bytes(self, memory_fraction: float) -> int:
+        """What is left of the fraction after all that is in use now, by this process or another."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total * memory_fraction) - (total - free)
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        return peak
+
+
+_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+def _torch_dtype(array: Array) -> torch.dtype:
+    return _DTYPES[array.dtype]
