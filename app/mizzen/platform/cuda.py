@@ -1,4 +1,4 @@
-"""A CUDA device: work is enqueued on one stream when it is submitted; its outputs are copied to pinned memory behind it.
+"""A CUDA device: work is enqueued on one stream when submitted; its outputs are copied to pinned memory behind it.
 
 All of a rank's device work is on this one stream, so state that steps change needs no other order. Pinned buffers come
 from torch's caching host allocator, which reuses one only when the copy that read or wrote it is done.
