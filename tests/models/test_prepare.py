@@ -292,3 +292,13 @@ def test_the_process_reports_the_model_or_a_configuration_error(exists: bool, tm
     else:
         assert (code, last.exit_code) == (78, 78)
         assert last.message == "MIZZEN_MODEL: '/does/not/exist' does not exist"
+
+
+def test_the_download_phase_does_not_load_torch(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    code = (
+        "import sys; from pathlib import Path; from mizzen.models import prepare, gguf_folder;"
+        f"gguf_folder.gguf_folder(Path({str(tmp_path)!r}) / 'model.gguf', Path({str(tmp_path)!r}), lambda f, d: None);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -6,16 +6,17 @@ embeddings that pair neighbours instead of halves: reading puts them back.
 
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
-import torch
 from gguf.quants import dequantize
-from torch import Tensor
 
 from mizzen.errors import ConfigError
 from mizzen.models.config import ModelArchitecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -78,8 +79,10 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+    def read(self, name: str, dim: int, start: int, stop: int) -> "Tensor":
         """float32. Slices of permuted tensors must be of whole heads, and are."""
+        import torch  # reading a file's metadata, all that the download phase does, goes without
+
         tensor = self._tensors[name]
         values = self._dequantize(tensor, tensor.data[start:stop]) if dim == 0 else self._columns(tensor, start, stop)
         if name in self._permuted:

@@ -77,7 +77,10 @@ def main() -> None:
 
         try:
             progress(0.0, child.config.engine.model.model)
-            child.control.ready(model=prepare_model(child.config.engine.model, progress))
+            model = prepare_model(child.config.engine.model, progress)
+            # said once and early: each rank would say so too, after it has met the others
+            parse_architecture(model.path).check_tensor_parallel(child.config.engine.tensor_parallel_size)
+            child.control.ready(model=model)
         except _Stop:
             pass
 
