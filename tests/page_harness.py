@@ -67,6 +67,7 @@ class Harness:
             positions=torch.tensor(positions),
             kv_slots=torch.tensor(kv_slots),
             page_table=torch.tensor([self.sequences[i].pages[:width] for i, _ in rows], dtype=torch.int32),
+            row_slots=torch.arange(len(rows), dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             query_start=torch.tensor(query_start, dtype=torch.int32),
             sample_tokens=torch.arange(len(token_ids)) if every else torch.tensor(samples),

@@ -32,6 +32,7 @@ def make_batch(rows: list[tuple[int, int]], page_size: int, generator: torch.Gen
         positions=torch.cat(positions),
         kv_slots=torch.cat(slots),
         page_table=table.clamp(min=0),
+        row_slots=torch.arange(len(rows), dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         query_start=torch.tensor(query_start, dtype=torch.int32),
         sample_tokens=torch.zeros(0, dtype=torch.long),

@@ -18,7 +18,8 @@ class Batch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     kv_slots: Tensor  # [T] int64: page * page_size + offset where the token's K and V are written
-    page_table: Tensor  # [R, P] int32: the rows' page tables, cut to the longest row
+    page_table: Tensor  # [slots, P] int32: the page tables of all slots
+    row_slots: Tensor  # [R] int32: each row's slot
     seq_lens: Tensor  # [R] int32
     query_start: Tensor  # [R + 1] int32
     sample_tokens: Tensor  # [S] int64: the tokens (indices into T) whose logits are wanted

@@ -55,7 +55,8 @@ class SdpaBackend:
 
     def plan(self, batch: Batch) -> None:
         self._batch = batch
-        page_table = batch.page_table.long()
+        longest = -(-max(batch.seq_lens_host) // self._page_size)
+        page_table = batch.page_table[:, :longest].index_select(0, batch.row_slots).long()
         self._buckets = [
             self._plan_bucket(rows, batch, page_table)
             for rows in _group_by_length(

@@ -164,6 +164,7 @@ class BatchState:
         sample_lens = seq_lens[sample_rows].astype(np.int64)
         output_index = sample_lens - flags.num_prompt[slots]
         arrays: dict[str, Array] = {
+            "row_slots": output.slots,
             "slots": output.slots.astype(np.int64),
             "token_rows": token_rows,
             "positions": positions,
@@ -236,12 +237,12 @@ class BatchState:
         slots, positions = arrays["slots"], arrays["positions"]
         token_slots = slots[arrays["token_rows"]]
         pages = state.page_table[token_slots, positions // self._page_size].to(torch.int64)
-        longest = -(-int(step.seq_lens.max()) // self._page_size)
         batch = Batch(
             token_ids=state.token_table[token_slots, positions].to(torch.int64),
             positions=positions,
             kv_slots=pages * self._page_size + positions % self._page_size,
-            page_table=state.page_table[slots, :longest],
+            page_table=state.page_table,
+            row_slots=arrays["row_slots"],
             seq_lens=arrays["seq_lens"],
             query_start=arrays["query_start"],
             sample_tokens=arrays["sample_tokens"],
