@@ -332,9 +332,23 @@ def test_messages_of_a_process_that_was_killed_are_not_heard() -> None:
     service.immortal |= {"engine-0", "engine-1"}
     service.receive("engine-1", Fatal(1, "engine-1: out of memory"))
     service.ready("engine-0", "engine-1")
-    service.receive("engine-0", Fatal(78, "too late"))
+    service.receive("engine-0", Fatal(1, "too late"))
     assert not service.health.ready
     assert service.exit_code is None
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_configuration_error_of_one_rank_counts_though_another_s_failure_was_heard_first(says: bool) -> None:
+    service = Simulation().serve()
+    service.immortal |= {"engine-0", "engine-1"}
+    service.receive("engine-1", Fatal(1, "engine-1: the ranks lost each other"))
+    if says:
+        service.receive("engine-0", Fatal(78, "MIZZEN_MEMORY_FRACTION is too small"))
+    service.immortal.clear()
+    service.die("engine-0", 78)
+    service.die("engine-1", 1)
+    service.run(3.0)
+    assert service.exit_code == 78
 
 
 def test_a_drain_waits_for_requests_in_flight_and_ends_with_0() -> None:

@@ -1,7 +1,9 @@
 """Ranks that run one model together. A group is passed to whoever needs it: there is no current group."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mizzen.errors import EngineDead
 
 
 class ProcessGroup(Protocol):
@@ -68,14 +72,15 @@ class TorchGroup:
         if backend == "gloo" and sys.platform == "linux":
             # gloo takes the interface of the host's name, which a container may not be able to resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store_path.absolute()}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if backend == "nccl" else None,
-        )
+        with _peers_needed():
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{store_path.absolute()}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if backend == "nccl" else None,
+            )
 
     @property
     def rank(self) -> int:
@@ -86,17 +91,20 @@ class TorchGroup:
         return self._size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
+        with _peers_needed():
+            dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self._size)]
-        dist.all_gather(parts, tensor.contiguous())
+        with _peers_needed():
+            dist.all_gather(parts, tensor.contiguous())
         return torch.cat(parts, dim)
 
     def min_int(self, value: int) -> int:
         cell = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(cell, dist.ReduceOp.MIN)
+        with _peers_needed():
+            dist.all_reduce(cell, dist.ReduceOp.MIN)
         return int(cell.item())
 
     def barrier(self) -> None:
@@ -104,6 +112,16 @@ class TorchGroup:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _peers_needed() -> Iterator[None]:
+    """A rank that dies fails the others' collectives: one line is enough, for the reason is the dead rank's to tell."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise EngineDead(f"the ranks lost each other: {reason}") from error
 
 
 def make_group(

@@ -20,7 +20,7 @@ import structlog
 import zmq
 
 from mizzen.config.config import Config
-from mizzen.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
+from mizzen.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, MizzenError
 from mizzen.ipc.channels import address, configure, encode
 from mizzen.ipc.messages import (
     Beat,
@@ -138,6 +138,9 @@ def child_process(module: str, *options: str) -> Iterator[Child]:
     except ConfigError as error:
         code = EXIT_CONFIG
         control.send(Fatal(code, str(error)))
+    except MizzenError as error:  # raised on purpose: its line says it all
+        code = EXIT_FAILED
+        control.send(Fatal(code, f"{args.name}: {error}"))
     except SystemExit:
         raise
     except BaseException as error:  # the last frame of the process: reported, then it ends

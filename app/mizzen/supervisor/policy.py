@@ -123,7 +123,11 @@ class Policy:
     def receive(self, name: str, message: ToSupervisor, now: float) -> list[Action]:
         """``message`` came from the process ``name``, which must be the one running under this name now."""
         process = self._processes.get(name)
-        if process is None or not process.alive or process.state == "down":
+        if process is None or not process.alive:
+            return []
+        # A rank that is wrongly configured takes its group along, and may be heard after those it took.
+        configuration = isinstance(message, Fatal) and message.exit_code == EXIT_CONFIG
+        if process.state == "down" and not configuration:
             return []
         process.beat_s = now
         if isinstance(message, Beat):
@@ -142,10 +146,10 @@ class Policy:
         """The process is gone. ``exit_code`` is negative for a signal, as in subprocess."""
         process = self._processes[name]
         process.alive = False
-        if self._stage != "stop" and process.state != "down":
-            if exit_code == EXIT_CONFIG:
-                self._stop(EXIT_CONFIG, process.last_words or f"{name}: configuration error, see the log", now)
-            elif process.kind == "prepare" and exit_code == 0 and self._model is not None:
+        if self._stage != "stop" and exit_code == EXIT_CONFIG:
+            self._stop(EXIT_CONFIG, process.last_words or f"{name}: configuration error, see the log", now)
+        elif self._stage != "stop" and process.state != "down":
+            if process.kind == "prepare" and exit_code == 0 and self._model is not None:
                 process.state = "done"
                 for group in self._groups.values():
                     if group.members[0].kind not in ("api", "prepare") and self._stage == "run":
