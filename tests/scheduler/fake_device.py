@@ -291,3 +291,7 @@ class Simulation:
             if end.reason in ("stop", "length") and handle not in self.stopped:
                 tokens, reason = reference(self.device.requests[handle])
                 assert (self.tokens[handle], end.reason) == (tokens, reason)
+
+
+def without_eos(simulation: Simulation, prompt: list[int], max_tokens: int, **fields: object) -> int:
+    return simulation.add(prompt, max_tokens, ignore_eos=True, **fields)

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from fake_device import EOS, Simulation, next_token
+from fake_device import EOS, Simulation, next_token, without_eos
 
 from mizzen.errors import EngineRestarted
 
@@ -14,18 +14,14 @@ def _answers_for(simulation: Simulation, handle: int) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def _without_eos(simulation: Simulation, prompt: list[int], max_tokens: int, **fields: object) -> int:
-    return simulation.add(prompt, max_tokens, ignore_eos=True, **fields)
-
-
 # ---- batches ----
 
 
 def test_decode_and_prefill_share_a_step() -> None:
     simulation = Simulation(max_batch_tokens=8)
-    _without_eos(simulation, [0, 1], 8)
+    without_eos(simulation, [0, 1], 8)
     simulation.step()
-    _without_eos(simulation, [1] * 12, 4)
+    without_eos(simulation, [1] * 12, 4)
     output = simulation.schedule()
     assert output is not None
     assert output.num_decode_rows == 1
@@ -36,7 +32,7 @@ def test_decode_and_prefill_share_a_step() -> None:
 
 def test_a_long_prompt_is_computed_in_chunks_and_sampled_once() -> None:
     simulation = Simulation(max_batch_tokens=5)
-    handle = _without_eos(simulation, [0] * 12, 1)
+    handle = without_eos(simulation, [0] * 12, 1)
     simulation.run()
     assert [output.num_scheduled.tolist() for output in simulation.outputs] == [[5], [5], [2]]
     assert [output.samples.tolist() for output in simulation.outputs] == [[False], [False], [True]]
@@ -46,7 +42,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_sampled_once() -> None:
 def test_a_length_stop_schedules_no_step_too_many() -> None:
     for depth in (0, 1, 2):
         simulation = Simulation()
-        _without_eos(simulation, [0, 1, 1], 5)
+        without_eos(simulation, [0, 1, 1], 5)
         simulation.run(depth)
         assert len(simulation.outputs) == 5
         assert simulation.ended[0].reason == "length"
@@ -54,7 +50,7 @@ def test_a_length_stop_schedules_no_step_too_many() -> None:
 
 def test_steps_may_be_scheduled_before_any_result() -> None:
     simulation = Simulation()
-    _without_eos(simulation, [0, 1], 8)
+    without_eos(simulation, [0, 1], 8)
     outputs = [simulation.schedule() for _ in range(3)]
     assert [output.num_computed.tolist() for output in outputs if output] == [[0], [2], [3]]
     assert len(simulation.in_flight) == 3
@@ -88,7 +84,7 @@ def test_eos_ends_with_stop_and_counts_as_a_token() -> None:
 
 def test_a_stop_token_waits_for_min_tokens() -> None:
     simulation = Simulation()
-    handle = _without_eos(simulation, [0, 1], 12, stop_token_ids=(0, 1), min_tokens=4)
+    handle = without_eos(simulation, [0, 1], 12, stop_token_ids=(0, 1), min_tokens=4)
     simulation.run(depth=1)
     assert simulation.ended[handle].completion_tokens == 4
     assert simulation.ended[handle].stop_token_id == simulation.tokens[handle][-1]
@@ -96,20 +92,20 @@ def test_a_stop_token_waits_for_min_tokens() -> None:
 
 def test_requests_with_many_and_few_stop_tokens_share_a_batch() -> None:
     simulation = Simulation()
-    many = _without_eos(simulation, [0, 1], 6, stop_token_ids=tuple(range(100, 356)))
-    few = _without_eos(simulation, [0, 1], 6, stop_token_ids=(0, 1))
+    many = without_eos(simulation, [0, 1], 6, stop_token_ids=tuple(range(100, 356)))
+    few = without_eos(simulation, [0, 1], 6, stop_token_ids=(0, 1))
     simulation.run()
     assert simulation.ended[many].reason == "length"
     assert simulation.ended[few].reason == "stop"
     assert simulation.ended[few].completion_tokens == 1
-    _without_eos(simulation, [1, 1], 3)
+    without_eos(simulation, [1, 1], 3)
     simulation.run()
     assert simulation.scheduler._slots.stop_ids.shape[1] == 1, "the wide request is gone, and its width with it"
 
 
 def test_a_stop_string_ends_with_stop_and_later_results_are_dropped() -> None:
     simulation = Simulation()
-    handle = _without_eos(simulation, [0, 1], 20)
+    handle = without_eos(simulation, [0, 1], 20)
     for _ in range(4):
         simulation.step(depth=2)
     seen = len(simulation.tokens[handle])
@@ -123,7 +119,7 @@ def test_a_stop_string_ends_with_stop_and_later_results_are_dropped() -> None:
 
 def test_stopping_what_has_ended_or_never_was_does_nothing() -> None:
     simulation = Simulation()
-    handle = _without_eos(simulation, [0, 1], 2)
+    handle = without_eos(simulation, [0, 1], 2)
     simulation.run()
     simulation.scheduler.stop(handle)
     simulation.scheduler.stop(12345)
@@ -134,8 +130,8 @@ def test_stopping_what_has_ended_or_never_was_does_nothing() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_an_abort_ends_all_choices_of_a_request_and_no_other(steps: int) -> None:
     simulation = Simulation(max_running_requests=2)
-    aborted = [_without_eos(simulation, [0, 1, 1], 9, request_id="one") for _ in range(3)]
-    other = _without_eos(simulation, [0, 1], 9, request_id="two")
+    aborted = [without_eos(simulation, [0, 1, 1], 9, request_id="one") for _ in range(3)]
+    other = without_eos(simulation, [0, 1], 9, request_id="two")
     for _ in range(steps):
         simulation.step(depth=1)
     simulation.scheduler.abort("one", "abort")
@@ -148,13 +144,13 @@ def test_an_abort_ends_all_choices_of_a_request_and_no_other(steps: int) -> None
 
 def test_abort_in_flight_frees_pages_once_and_the_slot_later() -> None:
     simulation = Simulation(max_running_requests=1)
-    first = _without_eos(simulation, [0, 1, 1], 9)
+    first = without_eos(simulation, [0, 1, 1], 9)
     simulation.schedule()
     simulation.schedule()
     simulation.scheduler.abort("request-0", "abort")
     simulation.collect()
     assert simulation.scheduler.load().kv_pages_used == 0
-    second = _without_eos(simulation, [1, 1], 3)
+    second = without_eos(simulation, [1, 1], 3)
     assert simulation.schedule() is None, "its only slot still waits for two results"
     simulation.check()
     simulation.update()
@@ -169,7 +165,7 @@ def test_abort_in_flight_frees_pages_once_and_the_slot_later() -> None:
 
 def test_tokens_that_only_the_device_knows_are_not_cached() -> None:
     simulation = Simulation(page_size=1)
-    _without_eos(simulation, [0, 1, 1, 0], 9)
+    without_eos(simulation, [0, 1, 1, 0], 9)
     for _ in range(3):
         simulation.schedule()
     assert simulation.outputs[-1].num_computed.tolist() == [5]
@@ -179,8 +175,8 @@ def test_tokens_that_only_the_device_knows_are_not_cached() -> None:
 
 def test_a_timeout_is_an_error_of_its_own() -> None:
     simulation = Simulation()
-    late = _without_eos(simulation, [0, 1], 20, deadline_s=5.0)
-    patient = _without_eos(simulation, [0, 1], 3, deadline_s=1000.0)
+    late = without_eos(simulation, [0, 1], 20, deadline_s=5.0)
+    patient = without_eos(simulation, [0, 1], 3, deadline_s=1000.0)
     simulation.scheduler.expire(4.9)
     assert simulation.scheduler.take_ended() == []
     simulation.scheduler.expire(5.0)
@@ -197,7 +193,7 @@ def test_a_timeout_is_an_error_of_its_own() -> None:
 
 def test_an_abort_for_a_timeout_is_the_same_error() -> None:
     simulation = Simulation()
-    handle = _without_eos(simulation, [0, 1], 20)
+    handle = without_eos(simulation, [0, 1], 20)
     simulation.scheduler.abort("request-0", "timeout")
     simulation.collect()
     error = simulation.ended[handle].error
@@ -207,8 +203,8 @@ def test_an_abort_for_a_timeout_is_the_same_error() -> None:
 
 def test_a_lost_api_takes_its_requests_with_it() -> None:
     simulation = Simulation()
-    lost = _without_eos(simulation, [0, 1], 9, api=0)
-    kept = _without_eos(simulation, [0, 1], 9, api=1)
+    lost = without_eos(simulation, [0, 1], 9, api=0)
+    kept = without_eos(simulation, [0, 1], 9, api=1)
     simulation.step(1)
     simulation.scheduler.abort_api(0)
     simulation.collect()
@@ -220,7 +216,7 @@ def test_a_lost_api_takes_its_requests_with_it() -> None:
 def test_abort_all_ends_everything_with_the_error() -> None:
     simulation = Simulation(max_running_requests=2)
     for _ in range(5):
-        _without_eos(simulation, [0, 1], 9)
+        without_eos(simulation, [0, 1], 9)
     simulation.step(1)
     error = EngineRestarted("The engine was restarted.").wire()
     simulation.scheduler.abort_all(error)
@@ -234,9 +230,9 @@ def test_abort_all_ends_everything_with_the_error() -> None:
 def test_timings_follow_the_request() -> None:
     simulation = Simulation(max_running_requests=1)
     simulation.now = 10.0
-    _without_eos(simulation, [0, 1], 1)
+    without_eos(simulation, [0, 1], 1)
     simulation.now = 20.0
-    second = _without_eos(simulation, [0, 1], 3)
+    second = without_eos(simulation, [0, 1], 3)
     simulation.run()
     timings = simulation.ended[second].timings
     times = [
@@ -255,7 +251,7 @@ def test_timings_follow_the_request() -> None:
 
 def test_a_request_that_never_ran_has_no_such_times() -> None:
     simulation = Simulation()
-    handle = _without_eos(simulation, [0, 1], 3)
+    handle = without_eos(simulation, [0, 1], 3)
     simulation.scheduler.abort("request-0")
     simulation.collect()
     end = simulation.ended[handle]
@@ -268,9 +264,9 @@ def test_a_request_that_never_ran_has_no_such_times() -> None:
 
 def test_a_second_request_reads_the_first_ones_pages() -> None:
     simulation = Simulation(page_size=2)
-    _without_eos(simulation, [0, 1, 1, 0, 1], 1)
+    without_eos(simulation, [0, 1, 1, 0, 1], 1)
     simulation.run()
-    second = _without_eos(simulation, [0, 1, 1, 0, 1, 1], 1)
+    second = without_eos(simulation, [0, 1, 1, 0, 1, 1], 1)
     simulation.run()
     assert simulation.ended[second].cached_tokens == 4
     assert simulation.outputs[-1].num_computed.tolist() == [4]
@@ -279,7 +275,7 @@ def test_a_second_request_reads_the_first_ones_pages() -> None:
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
     simulation = Simulation(page_size=2)
     for _ in range(2):
-        handle = _without_eos(simulation, [0, 1, 1, 0], 1)
+        handle = without_eos(simulation, [0, 1, 1, 0], 1)
         simulation.run()
     assert simulation.ended[handle].cached_tokens == 2
 
@@ -287,7 +283,7 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
 def test_requests_of_one_step_share_a_prefix_at_once() -> None:
     simulation = Simulation(page_size=2, max_batch_tokens=64)
     for _ in range(3):
-        _without_eos(simulation, [0, 1, 1, 0, 1], 2)
+        without_eos(simulation, [0, 1, 1, 0, 1], 2)
     output = simulation.schedule()
     assert output is not None
     assert output.num_computed.tolist() == [0, 4, 4]
@@ -297,10 +293,10 @@ def test_requests_of_one_step_share_a_prefix_at_once() -> None:
 
 def test_generated_tokens_are_found_by_the_next_turn() -> None:
     simulation = Simulation(page_size=2)
-    first = _without_eos(simulation, [0, 1, 1], 6)
+    first = without_eos(simulation, [0, 1, 1], 6)
     simulation.run(1)
     conversation = [0, 1, 1, *simulation.tokens[first]]
-    second = _without_eos(simulation, [*conversation, 0, 1], 1)
+    second = without_eos(simulation, [*conversation, 0, 1], 1)
     simulation.run(1)
     assert simulation.ended[second].cached_tokens == 8  # of nine tokens: the last has no KV
 
@@ -309,7 +305,7 @@ def test_another_salt_finds_nothing() -> None:
     simulation = Simulation(page_size=2)
     handles = []
     for salt in ("a", "b", None, "", "a"):
-        handles.append(_without_eos(simulation, [0, 1, 1, 0, 1], 1, cache_salt=salt))
+        handles.append(without_eos(simulation, [0, 1, 1, 0, 1], 1, cache_salt=salt))
         simulation.run()
     assert [simulation.ended[handle].cached_tokens for handle in handles] == [0, 0, 0, 0, 4]
 
@@ -317,165 +313,10 @@ def test_another_salt_finds_nothing() -> None:
 def test_without_a_prefix_cache_nothing_is_found_and_nothing_stays() -> None:
     simulation = Simulation(prefix_cache="none")
     for _ in range(2):
-        handle = _without_eos(simulation, [0, 1, 1, 0, 1], 1)
+        handle = without_eos(simulation, [0, 1, 1, 0, 1], 1)
         simulation.run()
     assert simulation.ended[handle].cached_tokens == 0
     assert simulation.scheduler.load().kv_pages_cached == 0
-
-
-# ---- memory ----
-
-
-def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
-    simulation = Simulation(num_pages=16, page_size=2, prefix_cache="none", max_batch_tokens=64)
-    handles = [_without_eos(simulation, [index % 2] * 8, 20) for index in range(3)]
-    simulation.run(depth=1)
-    assert simulation.scheduler.load().preemptions > 0
-    assert [simulation.ended[handle].completion_tokens for handle in handles] == [20] * 3
-    assert next(iter(simulation.ended)) == handles[0], "the first one was never held up"
-    resumed = [start for output in simulation.outputs for start in output.started if len(start.token_ids) > 8]
-    assert resumed
-    assert all(start.num_prompt_tokens == 8 for start in resumed)
-    assert handles[0] not in {start.handle for start in resumed}
-    simulation.assert_answers()
-
-
-@pytest.mark.parametrize("head_start", range(1, 5))
-def test_the_first_in_policy_order_has_a_row_in_every_step(head_start: int) -> None:
-    simulation = Simulation(
-        num_pages=16, page_size=1, max_model_len=16, max_batch_tokens=2, policy="priority", prefix_cache="none"
-    )
-    _without_eos(simulation, [0, 1], 14, priority=1)
-    for _ in range(head_start):
-        simulation.step()
-    urgent = _without_eos(simulation, [1] * 9, 3, priority=0)
-    simulation.run()
-    begin = next(i for i, output in enumerate(simulation.outputs) if any(s.handle == urgent for s in output.started))
-    slot = next(start.slot for start in simulation.outputs[begin].started)
-    scheduled = 0
-    for output in simulation.outputs[begin:]:
-        assert slot in output.slots
-        scheduled += int(output.num_scheduled[output.slots == slot][0])
-        if scheduled == 9 + 3 - 1:
-            break
-    assert simulation.scheduler.load().preemptions > 0
-
-
-def test_a_preempted_request_comes_back_before_those_that_wait() -> None:
-    simulation = Simulation(num_pages=16, page_size=2, prefix_cache="none", max_batch_tokens=64)
-    for index in range(8):
-        _without_eos(simulation, [index % 2] * 6, 20)
-    simulation.run(depth=1)
-    assert simulation.scheduler.load().preemptions > 0
-    assert list(simulation.ended) == sorted(simulation.ended)
-
-
-def test_a_request_as_large_as_the_pool_runs() -> None:
-    for prefix_cache in ("radix", "none"):
-        for page_size in (1, 2, 4):
-            simulation = Simulation(
-                num_pages=32 // page_size, page_size=page_size, max_model_len=32, prefix_cache=prefix_cache
-            )
-            for _ in range(3):
-                _without_eos(simulation, [0, 1] * 8, 16)
-            simulation.run(depth=1)
-            assert [end.completion_tokens for end in simulation.ended.values()] == [16] * 3
-            simulation.assert_answers()
-
-
-def test_a_prompt_as_large_as_the_pool_is_admitted() -> None:
-    simulation = Simulation(num_pages=16, page_size=2, max_model_len=32)
-    for _ in range(2):
-        _without_eos(simulation, [0] * 31, 1)
-    simulation.run(depth=1)
-    assert [end.reason for end in simulation.ended.values()] == ["length"] * 2
-
-
-def test_a_request_that_cannot_fit_is_refused_at_once() -> None:
-    simulation = Simulation(max_model_len=32)
-    with pytest.raises(AssertionError):
-        simulation.add([0] * 30, 3)
-
-
-def test_reservation_never_preempts() -> None:
-    simulation = Simulation(num_pages=16, page_size=2, allocation="reserve", max_batch_tokens=64)
-    for index in range(6):
-        _without_eos(simulation, [index % 2] * 6, 12)
-    simulation.run(depth=1)
-    assert simulation.scheduler.load().preemptions == 0
-    assert len(simulation.ended) == 6
-    simulation.assert_answers()
-
-
-def test_admission_leaves_room_for_those_that_run() -> None:
-    simulation = Simulation(num_pages=16, page_size=2, max_batch_tokens=64, prefix_cache="none")
-    _without_eos(simulation, [0] * 16, 2)
-    _without_eos(simulation, [1] * 16, 2)  # eight pages are left, but one must stay free
-    output = simulation.schedule()
-    assert output is not None
-    assert output.num_rows == 1
-
-
-# ---- policies ----
-
-
-def _first_scheduled(policy: str, requests: list[dict[str, object]]) -> list[int]:
-    simulation = Simulation(policy=policy, max_running_requests=1, max_batch_tokens=64)
-    _without_eos(simulation, [1, 1, 1, 1, 0, 0], 2)
-    simulation.run()
-    for request in requests:
-        _without_eos(simulation, **request)  # type: ignore[arg-type]
-    simulation.run()
-    return [start.handle for output in simulation.outputs for start in output.started][1:]
-
-
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [
-        ("fcfs", [1, 2, 3, 4]),
-        ("priority", [3, 1, 4, 2]),
-        ("longest-prefix", [4, 2, 1, 3]),
-        ("longest-output", [2, 4, 1, 3]),
-    ],
-)
-def test_policies_order_the_waiting_requests(policy: str, order: list[int]) -> None:
-    requests = [
-        {"prompt": [0, 1, 0, 1, 0], "max_tokens": 2, "priority": 1},
-        {"prompt": [1, 1, 0, 1, 0], "max_tokens": 5, "priority": 2},
-        {"prompt": [0, 0, 0, 1, 0], "max_tokens": 1, "priority": 0},
-        {"prompt": [1, 1, 1, 1, 0], "max_tokens": 3, "priority": 1},
-    ]
-    assert _first_scheduled(policy, requests) == order
-
-
-def test_the_oldest_is_not_overtaken_for_ever() -> None:
-    simulation = Simulation(policy="longest-prefix", max_running_requests=1)
-    cached = [1, 1, 1, 1, 0]
-    _without_eos(simulation, cached, 1)
-    simulation.run()
-    unlucky = _without_eos(simulation, [0, 1, 0, 1, 0], 1)
-    for _ in range(300):
-        for _ in range(2):
-            _without_eos(simulation, cached, 1)
-        simulation.step()
-        if unlucky in simulation.ended:
-            break
-    assert unlucky in simulation.ended
-
-
-def test_a_blocked_head_is_not_matched_again_until_something_changes() -> None:
-    simulation = Simulation(num_pages=16, page_size=2, max_batch_tokens=64)
-    _without_eos(simulation, [0] * 12, 16)
-    simulation.step()
-    _without_eos(simulation, [1] * 30, 2)
-    calls = []
-    acquire = simulation.kv_cache.prefixes.acquire
-    simulation.kv_cache.prefixes.acquire = lambda *args: calls.append(args) or acquire(*args)  # type: ignore[method-assign]
-    for _ in range(6):
-        simulation.step()
-    assert len(calls) == 1
-    simulation.run()
-    assert len(simulation.ended) == 2
 
 
 # ---- load ----
@@ -484,7 +325,7 @@ def test_a_blocked_head_is_not_matched_again_until_something_changes() -> None:
 def test_load_tells_what_runs_and_what_waits() -> None:
     simulation = Simulation(max_running_requests=2, page_size=2)
     for _ in range(5):
-        _without_eos(simulation, [0, 1, 1], 4)
+        without_eos(simulation, [0, 1, 1], 4)
     simulation.step()
     load = simulation.scheduler.load()
     assert (load.running, load.waiting, load.steps, load.generated_tokens) == (2, 3, 1, 2)
@@ -499,7 +340,7 @@ def test_load_tells_what_runs_and_what_waits() -> None:
 def test_a_step_reuses_its_row_arrays_while_nothing_happens() -> None:
     simulation = Simulation(page_size=16, num_pages=32)
     for _ in range(3):
-        _without_eos(simulation, [0, 1], 12)
+        without_eos(simulation, [0, 1], 12)
     for _ in range(4):
         simulation.step(1)
     first, second = simulation.outputs[-2:]
