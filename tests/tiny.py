@@ -31,8 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
-    """config.json of a model of 2 layers, 4 heads and 2 KV heads."""
-    return {
+    """config.json of a model of 2 layers, 4 heads and 2 KV heads; an override of ``...`` leaves the key out."""
+    config = {
         "model_type": family,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -51,6 +51,7 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
         **FAMILIES[family],
         **overrides,
     }
+    return {key: value for key, value in config.items() if value is not ...}
 
 
 def tiny_weights(config: dict[str, Any], *, std: float = 0.2, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -25,7 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with linear rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "llama with dynamic rope": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
-    "llama with transformers 5 keys": ("llama", {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e4}}),
+    "llama with transformers 5 keys": ("llama", {
+        # without the old keys: which of both transformers takes is not settled
+        "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e4}, "rope_scaling": ..., "rope_theta": ...,
+    }),
     "llama with one KV head": ("llama", {"num_key_value_heads": 1}),
     "llama without grouping": ("llama", {"num_key_value_heads": 4}),
     "mistral": ("mistral", {}),
