@@ -59,9 +59,12 @@ class KVTensors:
 
 
 class AttentionBackend(Protocol):
+    @property
+    def kv(self) -> KVTensors:
+        """Where a layer writes the batch's keys and values, at its kv_slots, before it calls ``forward``."""
+
     def plan(self, batch: Batch) -> None:
         """Prepares whatever all layers of this step share."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Writes k and v at the batch's kv_slots, then attends, causally. q [T, heads, head_dim], k and v
-        [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
+    def forward(self, q: Tensor, layer: int) -> Tensor:
+        """Attends, causally, over what the layer's pages hold. q [T, heads, head_dim]; returns [T, heads * head_dim]."""

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mizzen.attention.base import Batch, KVTensors
-from mizzen.kernels.dispatch import kernels_for
 
 # Padding a bucket of decode rows to its longest may add this share of work; below it, one call is cheaper than two.
 _MAX_PADDING = 1.25
@@ -43,18 +42,15 @@ class _Prefill:
 class SdpaBackend:
     def __init__(self, kv: KVTensors, *, num_heads: int, device: torch.device) -> None:
         _, self._page_size, self._kv_heads, self._head_dim = kv.k[0].shape
-        self._kv = kv
+        self.kv = kv
         self._heads = num_heads
         self._group = num_heads // self._kv_heads
         self._scale = self._head_dim**-0.5
-        self._write_kv = kernels_for(device.type).write_kv
         self._max_bucket_pages = max(1, _MAX_BUCKET_BYTES // kv.k[0][0].nbytes)
-        self._batch: Batch
         self._buckets: list[_Bucket] = []
         self._prefills: list[_Prefill] = []
 
     def plan(self, batch: Batch) -> None:
-        self._batch = batch
         longest = -(-max(batch.seq_lens_host) // self._page_size)
         page_table = batch.page_table[:, :longest].index_select(0, batch.row_slots).long()
         self._buckets = [
@@ -90,12 +86,11 @@ class SdpaBackend:
 
     def _additive(self, visible: Tensor) -> Tensor:
         """What torch would otherwise make of a bool mask in every layer."""
-        mask = torch.zeros(visible.shape, dtype=self._kv.k[0].dtype, device=visible.device)
+        mask = torch.zeros(visible.shape, dtype=self.kv.k[0].dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf"))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        k_cache, v_cache = self._kv.k[layer], self._kv.v[layer]
-        self._write_kv(k, v, k_cache, v_cache, self._batch.kv_slots)
+    def forward(self, q: Tensor, layer: int) -> Tensor:
+        k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, heads, D]
         for bucket in self._buckets:
             out.index_copy_(0, bucket.rows, self._decode(q, k_cache, v_cache, bucket))

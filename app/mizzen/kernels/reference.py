@@ -57,6 +57,49 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: T
     v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
 
 
+def qk_norm_rope_write_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slots: Tensor,
+    num_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """All between the QKV projection and attention: qk_norm_rope, then write_kv.
+
+    qkv [T, (num_heads + 2 * kv_heads) * D] may be changed; rotary [max positions, D] float32 as cos_sin above; caches
+    [pages, page_size, kv_heads, D]. Returns the queries [T, num_heads, D]."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.view(len(qkv), num_heads + 2 * kv_heads, head_dim)
+    qk_norm_rope(heads, rotary[positions], num_heads, kv_heads, q_weight, k_weight, eps)
+    k, v = heads[:, num_heads : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
+    write_kv(k, v, k_cache, v_cache, kv_slots)
+    return heads[:, :num_heads]
+
+
+def prepare_decode(
+    slots: Tensor,
+    seq_lens: Tensor,
+    token_table: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+) -> None:
+    """A decode step's inputs from the state by slot. slots and seq_lens [R], the step's token counted; token_table
+    [slots, L] and page_table [slots, P] int32. Fills token_ids, positions and kv_slots [R] int64."""
+    rows = slots.long()
+    torch.sub(seq_lens.long(), 1, out=positions)
+    token_ids.copy_(token_table[rows, positions])
+    pages = page_table[rows, positions // page_size].long()
+    kv_slots.copy_(pages * page_size + positions % page_size)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 * I], gates first -> silu(gate) * up [T, I]"""
     gate, up = gate_up.chunk(2, -1)
@@ -68,5 +111,6 @@ KERNELS = Kernels(
     add_rms_norm=add_rms_norm,
     qk_norm_rope=qk_norm_rope,
     write_kv=write_kv,
+    qk_norm_rope_write_kv=qk_norm_rope_write_kv,
     silu_mul=silu_mul,
 )

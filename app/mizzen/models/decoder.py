@@ -50,20 +50,20 @@ class Attention(nn.Module):
             "o_proj", arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.output_bias, context=context
         )
 
-    def forward(self, x: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:  # [T, H] -> [T, H]
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(len(x), heads + 2 * kv_heads, self.head_dim)
-        self.kernels.qk_norm_rope(
-            qkv,
-            cos_sin,
-            heads,
-            kv_heads,
+    def forward(self, x: Tensor, batch: Batch, rotary: Tensor, attention: AttentionBackend) -> Tensor:  # [T, H]
+        q = self.kernels.qk_norm_rope_write_kv(
+            self.qkv(x),
+            batch.positions,
+            rotary,
+            attention.kv.k[self.layer],
+            attention.kv.v[self.layer],
+            batch.kv_slots,
+            self.num_heads,
             self.q_norm.weight if self.q_norm is not None else None,
             self.k_norm.weight if self.k_norm is not None else None,
             self.eps,
         )
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-        out: Tensor = self.output(attention.forward(q, k, v, self.layer))
+        out: Tensor = self.output(attention.forward(q, self.layer))
         return out
 
     def weights(self, prefix: str) -> Iterator[WeightSlice]:
@@ -107,9 +107,9 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm("post_attention_layernorm", arch.hidden_size, arch.rms_norm_eps, context)
         self.mlp = GatedMLP(arch, context)
 
-    def forward(self, x: Tensor, residual: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, batch: Batch, rotary: Tensor, attention: AttentionBackend) -> Tensor:
         """x [T, H] is the previous layer's output, not yet added to residual [T, H], which is updated in place."""
-        x = self.attention(self.input_norm.add(x, residual), cos_sin, attention)
+        x = self.attention(self.input_norm.add(x, residual), batch, rotary, attention)
         out: Tensor = self.mlp(self.post_norm.add(x, residual))
         return out
 
@@ -151,9 +151,8 @@ class Decoder(nn.Module):
         """The final, normalized hidden states [T, H]. ``attention.plan(batch)`` must have been called."""
         residual = self.embed(batch.token_ids)  # [T, H]
         x = torch.zeros_like(residual)
-        cos_sin = self.rotary[batch.positions]  # [T, D]
         for layer in self.layers:
-            x = layer(x, residual, cos_sin, attention)
+            x = layer(x, residual, batch, self.rotary, attention)
         return self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V]
