@@ -1,0 +1,28 @@
+"""How kernels are launched: with programmatic dependent launch (PDL) where the GPU has it.
+
+A kernel launched so may start before the one ahead of it in the stream has ended. Each of ours therefore keeps one
+order: what no kernel writes (weights) may be read at once; ``gdc_wait`` comes before anything else is read or written;
+only then are the next kernel's programs let in. So a kernel that has passed its wait knows all earlier ones finished.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    # The interpreter (TRITON_INTERPRET=1: kernels on CPU tensors, for tests) knows neither the option nor the asm.
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(device: torch.device, pdl: bool = True) -> dict[str, Any]:
+    """Keyword arguments for the launch of a kernel that has a ``PDL`` constexpr."""
+    return {"PDL": True, "launch_pdl": True} if pdl and _has_pdl(device) else {"PDL": False}
+
+
+def warps_for(elements: int, per_thread: int) -> int:
+    """Warps that give each thread about ``per_thread`` of a program's elements: a power of two from 1 to 16."""
+    return int(min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 16))

@@ -1,0 +1,83 @@
+"""RMSNorm, alone or after adding to the residual: one program a row, one read, one write.
+
+Roundings are those of the twins in kernels/reference.py, so that runs on CPU and GPU differ by the order of sums only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mizzen.kernels.triton.launch import pdl_options, warps_for
+
+# Elements a thread holds of a row. Measured: docs/performance.md, "Fused kernels".
+PER_THREAD = 8
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    dtype = out.dtype.element_ty
+    w = tl.load(weight + offsets, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * x_stride + offsets, mask=inside, other=0.0)
+    if ADD:
+        before = tl.load(residual + row * SIZE + offsets, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(dtype)
+        tl.store(residual + row * SIZE + offsets, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    normed = wide.to(dtype).to(tl.float32) * w.to(tl.float32)
+    tl.store(out + row * SIZE + offsets, normed.to(dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True, num_warps: int | None = None) -> Tensor:
+    """x [..., H], its last dimension contiguous; weight [H] -> [..., H]"""
+    rows = x.reshape(-1, x.shape[-1])
+    return _launch(rows, None, weight, eps, pdl, num_warps).view(x.shape)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = True, num_warps: int | None = None
+) -> Tensor:
+    """x [T, H] is added to residual [T, H], contiguous, in place; returns the norm of the sum [T, H]."""
+    assert residual.is_contiguous()
+    return _launch(x, residual, weight, eps, pdl, num_warps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pdl: bool, num_warps: int | None) -> Tensor:
+    assert x.stride(-1) == 1
+    rows, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(size)
+        _norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            x.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            ADD=residual is not None,
+            num_warps=num_warps or warps_for(block, PER_THREAD),
+            **pdl_options(x.device, pdl),
+        )
+    return out
