@@ -89,9 +89,10 @@ def build(run_dir: Path, max_batch_tokens: int) -> tuple[EngineLoop, Scheduler, 
         max_slots=RUNNING,
         max_model_len=MAX_MODEL_LEN,
         page_size=PAGE_SIZE,
+        dummy_page=0,
         eos_token_ids=(0, 2),
     )
-    runner = _HostRunner(state, NullExecutor(1000, 1000), _NoDevice())
+    runner = _HostRunner(state, NullExecutor(state, 1000, 1000), _NoDevice())
     inbox = InprocChannel()
     outbox = ZmqSender(zmq.Context.instance(), run_dir, "detokenizer")
     return EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0), scheduler, inbox

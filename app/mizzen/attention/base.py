@@ -67,4 +67,4 @@ class AttentionBackend(Protocol):
         """Prepares whatever all layers of this step share."""
 
     def forward(self, q: Tensor, layer: int) -> Tensor:
-        """Attends, causally, over what the layer's pages hold. q [T, heads, head_dim]; returns [T, heads * head_dim]."""
+        """Attends, causally, over the layer's pages. q [T, heads, head_dim]; returns [T, heads * head_dim]."""

@@ -119,15 +119,16 @@ class _Builder:
             max_slots=config.scheduler.max_running_requests,
             max_model_len=max_model_len,
             page_size=config.cache.page_size,
+            dummy_page=pages,
             eos_token_ids=self._model.eos_token_ids,
         )
-        return ModelRunner(state, self._executor(pages), platform.make_stream())
+        return ModelRunner(state, self._executor(pages, state), platform.make_stream())
 
-    def _executor(self, pages: int) -> Executor:
+    def _executor(self, pages: int, state: BatchState) -> Executor:
         config, network, platform = self._config, self._network, self._platform
         if network.is_null:
             vocab_size = self._model.vocab_size
-            return NullExecutor(first_token=1000 % vocab_size, num_tokens=min(1000, vocab_size // 2))
+            return NullExecutor(state, first_token=1000 % vocab_size, num_tokens=min(1000, vocab_size // 2))
         kv = KVTensors.allocate(
             network.num_layers,
             pages,
@@ -138,7 +139,7 @@ class _Builder:
             platform.device,
         )
         attention = make_attention(config.attention_backend, kv, num_heads=network.num_heads, device=platform.device)
-        return EagerExecutor(network, attention)
+        return EagerExecutor(network, attention, state)
 
     def run_largest_steps(self) -> None:
         """The longest prompt that the token budget admits, then as many rows as run at once, with all that a

@@ -122,9 +122,19 @@ class PreparedStep:
     logprob_rows: Int64 | None  # indices into the sampled rows
     num_logprobs: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature, if anything, is all that its rows ask of the sampler."""
+        return not (_SPECIAL & self.arrays.keys() or self.any_min_p)
+
+
+_SPECIAL = {"filtered", "penalized", "logprobs", "bias_rows", "banned_rows"}
+_CHANGES = ("page_slots", "page_columns", "page_ids", "start_slots", "start_tokens", "start_floats", "start_ints")
+
 
 class BatchState:
-    """Owns the per-slot state of one rank."""
+    """Owns the per-slot state of one rank. Behind the slots is one more, whose page is the pool's dummy page: rows that
+    only fill a CUDA graph up name it."""
 
     def __init__(
         self,
@@ -133,12 +143,15 @@ class BatchState:
         max_slots: int,
         max_model_len: int,
         page_size: int,
+        dummy_page: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self._platform = platform
         self._page_size = page_size
         self._flags = HostFlags(max_slots, eos_token_ids)
-        self.device = DeviceState.allocate(max_slots, max_model_len, page_size, platform.device)
+        self.dummy_slot = max_slots
+        self.device = DeviceState.allocate(max_slots + 1, max_model_len, page_size, platform.device)
+        self.device.page_table[max_slots] = dummy_page
         self._row_of_slot = np.full(max_slots, -1, np.int64)
 
     # ---- on the host ----
@@ -227,17 +240,29 @@ class BatchState:
 
     # ---- on the stream ----
 
-    def apply(self, step: PreparedStep) -> tuple[Batch, SamplingInputs]:
-        """Updates the device's state and gathers what the model and the sampler read."""
-        arrays = dict(zip(step.arrays, self._platform.upload(list(step.arrays.values())), strict=True))
-        state = self.device
+    def upload(self, step: PreparedStep) -> dict[str, Tensor]:
+        """All of the step's arrays, in one copy."""
+        return dict(zip(step.arrays, self._platform.upload(list(step.arrays.values())), strict=True))
+
+    def upload_changes(self, step: PreparedStep) -> dict[str, Tensor]:
+        """Only those that change the state: few steps have any."""
+        names = [name for name in _CHANGES if name in step.arrays]
+        tensors = self._platform.upload([step.arrays[name] for name in names]) if names else []
+        return dict(zip(names, tensors, strict=True))
+
+    def apply(self, step: PreparedStep, arrays: dict[str, Tensor]) -> None:
+        """Updates the device's state: slots that start, and pages."""
         self._apply_starts(step.output.started, arrays)
         if "page_ids" in arrays:
-            state.page_table[arrays["page_slots"], arrays["page_columns"]] = arrays["page_ids"]
+            self.device.page_table[arrays["page_slots"], arrays["page_columns"]] = arrays["page_ids"]
+
+    def batch(self, step: PreparedStep, arrays: dict[str, Tensor]) -> Batch:
+        """What the model reads, gathered from the state."""
+        state = self.device
         slots, positions = arrays["slots"], arrays["positions"]
         token_slots = slots[arrays["token_rows"]]
         pages = state.page_table[token_slots, positions // self._page_size].to(torch.int64)
-        batch = Batch(
+        return Batch(
             token_ids=state.token_table[token_slots, positions].to(torch.int64),
             positions=positions,
             kv_slots=pages * self._page_size + positions % self._page_size,
@@ -250,7 +275,6 @@ class BatchState:
             seq_lens_host=step.seq_lens.tolist(),
             query_start_host=step.query_start.tolist(),
         )
-        return batch, self._sampling_inputs(step, arrays)
 
     def store(self, inputs: SamplingInputs, token_ids: Tensor) -> None:
         """Writes the sampled tokens [S] behind their rows' tokens, where the next step reads them."""
@@ -267,7 +291,8 @@ class BatchState:
         state.floats[arrays["start_slots"]] = arrays["start_floats"]
         state.ints[arrays["start_slots"]] = arrays["start_ints"]
 
-    def _sampling_inputs(self, step: PreparedStep, arrays: dict[str, Tensor]) -> SamplingInputs:
+    def sampling_inputs(self, step: PreparedStep, arrays: dict[str, Tensor]) -> SamplingInputs:
+        """What the sampler reads."""
         slots = arrays["sample_slots"]
         floats, ints = self.device.floats[slots], self.device.ints[slots]
         inputs = SamplingInputs(

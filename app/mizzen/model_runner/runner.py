@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mizzen.attention.base import AttentionBackend, Batch
 from mizzen.model_runner.batch_state import BatchState, PreparedStep
-from mizzen.model_runner.sampler import Sampled, SamplingInputs, sample
+from mizzen.model_runner.sampler import Sampled, sample
 from mizzen.platform.base import Outputs, StepHandle, Stream
 from mizzen.scheduler.output import SampledTokens, SchedulerOutput
 
@@ -27,32 +27,46 @@ class CausalModel(Protocol):
 class Executor(Protocol):
     """How the device's part of a step is run."""
 
-    def run(self, batch: Batch, inputs: SamplingInputs) -> Sampled: ...
+    def run(self, step: PreparedStep) -> Sampled:
+        """Applies the step to the state, computes it, and stores the sampled tokens."""
 
 
 class EagerExecutor:
     """Op by op: the only way on the CPU, and the reference for CUDA graphs."""
 
-    def __init__(self, model: CausalModel, attention: AttentionBackend) -> None:
+    def __init__(self, model: CausalModel, attention: AttentionBackend, state: BatchState) -> None:
         self._model = model
         self._attention = attention
+        self._state = state
 
-    def run(self, batch: Batch, inputs: SamplingInputs) -> Sampled:
+    def run(self, step: PreparedStep) -> Sampled:
+        arrays = self._state.upload(step)
+        self._state.apply(step, arrays)
+        batch = self._state.batch(step, arrays)
         self._attention.plan(batch)
         hidden = self._model.forward(batch, self._attention)
         if not len(batch.sample_tokens):  # every rank sees the same batch, so all of them stop here
             return Sampled(batch.sample_tokens)
-        return sample(self._model.logits(hidden[batch.sample_tokens]), inputs)
+        inputs = self._state.sampling_inputs(step, arrays)
+        sampled = sample(self._model.logits(hidden[batch.sample_tokens]), inputs)
+        self._state.store(inputs, sampled.token_ids)
+        return sampled
 
 
 class NullExecutor:
     """No model: the next token is a function of the position. For measuring what the host costs."""
 
-    def __init__(self, first_token: int, num_tokens: int) -> None:
+    def __init__(self, state: BatchState, first_token: int, num_tokens: int) -> None:
+        self._state = state
         self._first, self._num = first_token, num_tokens
 
-    def run(self, batch: Batch, inputs: SamplingInputs) -> Sampled:
-        return Sampled(self._first + batch.positions[batch.sample_tokens] % self._num)
+    def run(self, step: PreparedStep) -> Sampled:
+        arrays = self._state.upload(step)
+        self._state.apply(step, arrays)
+        inputs = self._state.sampling_inputs(step, arrays)
+        sampled = Sampled(self._first + inputs.output_index % self._num)
+        self._state.store(inputs, sampled.token_ids)
+        return sampled
 
 
 class RunnerHandle:
@@ -90,13 +104,10 @@ class ModelRunner:
 
     def _run(self, step: PreparedStep) -> Outputs:
         with torch.inference_mode():
-            batch, inputs = self._state.apply(step)
-            sampled = self._executor.run(batch, inputs)
-            token_ids = sampled.token_ids.to(torch.int32)
-            self._state.store(inputs, token_ids)
+            sampled = self._executor.run(step)
             top_ids = sampled.top_token_ids
             return (
-                token_ids,
+                sampled.token_ids.to(torch.int32),
                 sampled.chosen_logprobs,
                 None if top_ids is None else top_ids.to(torch.int32),
                 sampled.top_logprobs,
