@@ -89,6 +89,9 @@ def resolve(settings: Settings) -> Config:
             device=device,
             tensor_parallel_size=settings.tensor_parallel_size,
             overlap_depth=settings.overlap_depth,
+            graph_rows=graph_rows(settings, device),
+            graph_mixed_tokens=settings.cuda_graph_mixed_tokens,
+            kernels_off=tuple(name for name in settings.kernels_off.split(",") if name),
             attention_backend=settings.attention_backend,
             threads=threads(settings),
             seed=settings.seed,
@@ -205,6 +208,12 @@ def running_requests(settings: Settings, device: str) -> int:
     if settings.max_running_requests != "auto":
         return settings.max_running_requests
     return min(64 if device == "cpu" else 256, batch_tokens(settings, device))
+
+
+def graph_rows(settings: Settings, device: str) -> int:
+    if device == "cpu":
+        return 0
+    return 256 if settings.cuda_graph_rows == "auto" else settings.cuda_graph_rows
 
 
 def batch_tokens(settings: Settings, device: str) -> int:

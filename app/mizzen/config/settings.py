@@ -116,6 +116,19 @@ class Settings(BaseSettings):
     overlap_depth: int = _setting(
         1, "Engine", "Steps that the host runs ahead of the device; 0 turns overlap off.", ge=0, le=4
     )
+    cuda_graph_rows: Annotated[int, Ge(0), Le(1024)] | Auto = _setting(
+        "auto", "Engine", "Largest decode batch that runs as a CUDA graph; 0 turns graphs off, auto is 256."
+    )
+    cuda_graph_mixed_tokens: Annotated[int, Ge(0), Le(4096)] = _setting(
+        512, "Engine", "Likewise of tokens in steps that prefill too; 0 runs those without graphs."
+    )
+    kernels_off: str = _setting(
+        "",
+        "Engine",
+        "Fused GPU kernels to replace by plain torch, to see what each is worth.",
+        allowed="names, comma separated: rms_norm, add_rms_norm, qk_norm_rope_write_kv, silu_mul",
+        pattern=r"^((rms_norm|add_rms_norm|qk_norm_rope_write_kv|silu_mul)(,|$))*$",
+    )
     attention_backend: str = _setting(
         "auto",
         "Engine",

@@ -59,6 +59,7 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         device=platform.device,
         group=group,
         progress=lambda fraction, detail: report("load", fraction, detail),
+        kernels_off=config.kernels_off,
     )
     builder = _Builder(config, model, platform, network)
     report("profile", 0.0, "running the largest steps")
@@ -71,8 +72,8 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         num_pages=pages,
         page_size=config.cache.page_size,
     )
-    runner = builder.runner(pages, max_model_len)
     report("profile", 1.0, "")
+    runner = builder.runner(pages, max_model_len, report)
     return Rank(runner, builder.info(pages, max_model_len), model)
 
 
@@ -112,7 +113,8 @@ class _Builder:
             kv_bytes=self._page_bytes * pages,
         )
 
-    def runner(self, pages: int, max_model_len: int) -> ModelRunner:
+    def runner(self, pages: int, max_model_len: int, report: Report | None = None) -> ModelRunner:
+        """With ``report``, steps run as CUDA graphs where the device and the settings allow."""
         config, platform = self._config, self._platform
         state = BatchState(
             platform,
@@ -122,9 +124,9 @@ class _Builder:
             dummy_page=pages,
             eos_token_ids=self._model.eos_token_ids,
         )
-        return ModelRunner(state, self._executor(pages, state), platform.make_stream())
+        return ModelRunner(state, self._executor(pages, state, report), platform.make_stream())
 
-    def _executor(self, pages: int, state: BatchState) -> Executor:
+    def _executor(self, pages: int, state: BatchState, report: Report | None) -> Executor:
         config, network, platform = self._config, self._network, self._platform
         if network.is_null:
             vocab_size = self._model.vocab_size
@@ -138,8 +140,19 @@ class _Builder:
             network.dtype,
             platform.device,
         )
-        attention = make_attention(config.attention_backend, kv, num_heads=network.num_heads, device=platform.device)
-        return EagerExecutor(network, attention, state)
+        rows = config.scheduler.max_running_requests
+        attention = make_attention(
+            config.attention_backend, kv, num_heads=network.num_heads, device=platform.device, max_rows=rows
+        )
+        eager = EagerExecutor(network, attention, state)
+        if report is None or not config.graph_rows:
+            return eager
+        from mizzen.model_runner.graphs import GraphExecutor, GraphLimits  # needs Triton
+
+        limits = GraphLimits(min(config.graph_rows, rows), config.graph_mixed_tokens, rows)
+        graphs = GraphExecutor(network, attention, state, eager, page_size=config.cache.page_size, limits=limits)
+        graphs.capture(lambda fraction, detail: report("capture", fraction, detail))
+        return graphs
 
     def run_largest_steps(self) -> None:
         """The longest prompt that the token budget admits, then as many rows as run at once, with all that a

@@ -105,6 +105,11 @@ class DeviceState:
             torch.zeros((max_slots, 3), dtype=torch.int64, device=device),
         )
 
+    def sampling_columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """By slot: temperature, top_p, min_p, top_k, seed, number of prompt tokens; views of the tables."""
+        floats, ints = self.floats.unbind(1), self.ints.unbind(1)
+        return floats[_TEMPERATURE], floats[_TOP_P], floats[_MIN_P], ints[_TOP_K], ints[_SEED], ints[_NUM_PROMPT]
+
 
 @dataclass(slots=True)
 class PreparedStep:

@@ -1,6 +1,7 @@
 """Fills a model with weights: each rank reads its own slices, tensor by tensor, and never holds a whole checkpoint."""
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -35,12 +36,13 @@ def load_model(
     device: torch.device,
     group: ProcessGroup,
     progress: Progress,
+    kernels_off: Collection[str] = (),
 ) -> Model:
     """``weights``: ModelInfo.weights; ``load_format`` and ``dtype`` as in ModelConfigSource. Returns the model on
     ``device``, without gradients. Raises ConfigError naming the file or tensor that is missing, unexpected or wrong."""
     if load_format == "null":
         return NullModel(arch, group.size, device)
-    kernels = kernels_for(device.type)
+    kernels = kernels_for(device.type, frozenset(kernels_off))
     progress(0.0, "allocating weights")
     model = Decoder(arch, LayerContext(group, kernels, resolve_dtype(dtype, arch, device), device))
     if load_format == "dummy":

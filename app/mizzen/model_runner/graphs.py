@@ -1,0 +1,277 @@
+"""CUDA graphs of whole steps: one for each number of tokens on a ladder, decode-only and mixed, sampler apart.
+
+A graph reads its step from a buffer of its own, which one copy from the host fills; everything else is on the device by
+slot. A step is padded to the next size: rows that only fill up have no tokens (mixed) or name the dummy slot (decode),
+tokens that only fill up belong to a row of the dummy slot, and sampled rows that only fill up write to its tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mizzen.attention.base import AttentionBackend, Batch
+from mizzen.kernels.triton.prepare import prepare_decode
+from mizzen.kernels.triton.sampling import sample_tokens
+from mizzen.kernels.triton.slots import SampledRows, SlotParams
+from mizzen.model_runner.batch_state import BatchState, PreparedStep
+from mizzen.model_runner.runner import CausalModel, EagerExecutor
+from mizzen.model_runner.sampler import Sampled, sample
+from mizzen.scheduler.output import Int32
+
+WARM_UPS = 2  # runs before a capture: Triton compiles, cuBLAS makes its handles
+
+
+def decode_ladder(limit: int) -> list[int]:
+    """Batch sizes: steps of 8 above 8, so that padding costs little where steps are long."""
+    sizes = [1, 2, 4, *range(8, limit + 1, 8)]
+    return [size for size in sizes if size < limit] + [limit]
+
+
+def mixed_ladder(limit: int, step: int = 64) -> list[int]:
+    return list(range(step, limit + 1, step))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """``decode_rows``: the largest decode-only batch with a graph; ``mixed_tokens``: likewise of tokens in mixed steps
+    (0: none); ``rows``: the most rows of any step."""
+
+    decode_rows: int
+    mixed_tokens: int
+    rows: int
+
+
+class _Layout:
+    """Named parts of one int32 buffer, as numpy on the host and as tensors on the device."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.total = sum(sizes.values())
+        self._bounds: dict[str, tuple[int, int]] = {}
+        start = 0
+        for name, size in sizes.items():
+            self._bounds[name] = (start, start + size)
+            start += size
+
+    def host(self, buffer: Int32, name: str) -> Int32:
+        start, stop = self._bounds[name]
+        return buffer[start:stop]
+
+    def device(self, buffer: Tensor, name: str) -> Tensor:
+        start, stop = self._bounds[name]
+        return buffer[start:stop]
+
+
+@dataclass(slots=True)
+class _Graph:
+    layout: _Layout
+    inputs: Tensor  # [layout.total] int32, on the device
+    forward: torch.cuda.CUDAGraph
+    sampler: torch.cuda.CUDAGraph
+    logits: Tensor  # [S, vocab]
+    tokens: Tensor  # [S] int32
+
+
+class GraphExecutor:
+    """Replays a graph where the step fits one, else runs it eagerly."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        attention: AttentionBackend,
+        state: BatchState,
+        eager: EagerExecutor,
+        *,
+        page_size: int,
+        limits: GraphLimits,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._state = state
+        self._eager = eager
+        self._page_size = page_size
+        self._limits = limits
+        self._decode: dict[int, _Graph] = {}
+        self._mixed: dict[int, _Graph] = {}
+        self._decode_sizes = decode_ladder(limits.decode_rows) if limits.decode_rows else []
+        self._mixed_sizes = mixed_ladder(limits.mixed_tokens)
+
+    def capture(self, progress: Callable[[float, str], None]) -> None:
+        """From large to small, so that one pool of memory serves all."""
+        pool = torch.cuda.graph_pool_handle()
+        jobs: list[tuple[str, int]] = [("mixed", size) for size in reversed(self._mixed_sizes)]
+        jobs += [("decode", size) for size in reversed(self._decode_sizes)]
+        with torch.inference_mode():
+            for done, (kind, size) in enumerate(jobs):
+                progress(done / len(jobs), f"{kind} step of {size} tokens")
+                if kind == "mixed":
+                    self._mixed[size] = self._capture_mixed(size, pool)
+                else:
+                    self._decode[size] = self._capture_decode(size, pool)
+        progress(1.0, "")
+
+    # ---- running ----
+
+    def run(self, step: PreparedStep) -> Sampled:
+        graph = self._fill_graph(step)
+        if graph is None:
+            return self._eager.run(step)
+        count = len(step.output_index)
+        graph.forward.replay()
+        if step.is_plain:
+            graph.sampler.replay()
+            return Sampled(graph.tokens[:count])
+        arrays = self._state.upload(step)
+        inputs = self._state.sampling_inputs(step, arrays)
+        sampled = sample(graph.logits[:count], inputs)
+        self._state.store(inputs, sampled.token_ids)
+        return sampled
+
+    def _fill_graph(self, step: PreparedStep) -> _Graph | None:
+        """The graph that this step fits, its inputs under way and the state up to date; None if there is none."""
+        output = step.output
+        tokens = int(step.query_start[-1])
+        if output.num_decode_rows == output.num_rows:
+            size = _next_size(self._decode_sizes, tokens)
+            graph, fill = self._decode.get(size), self._fill_decode
+        else:
+            size = _next_size(self._mixed_sizes, tokens) if len(step.output_index) else 0
+            graph, fill = self._mixed.get(size), self._fill_mixed
+        if graph is None:
+            return None
+        self._state.apply(step, self._state.upload_changes(step))
+        host = torch.empty(graph.layout.total, dtype=torch.int32, pin_memory=True)
+        fill(step, graph.layout, host.numpy())
+        graph.inputs.copy_(host, non_blocking=True)
+        return graph
+
+    def _fill_decode(self, step: PreparedStep, layout: _Layout, buffer: Int32) -> None:
+        rows = step.output.num_rows
+        slots, seq_lens = layout.host(buffer, "row_slots"), layout.host(buffer, "seq_lens")
+        slots[:rows], slots[rows:] = step.output.slots, self._state.dummy_slot
+        seq_lens[:rows], seq_lens[rows:] = step.seq_lens, 1
+
+    def _fill_mixed(self, step: PreparedStep, layout: _Layout, buffer: Int32) -> None:
+        def fill(name: str, values: Int32, rest: int) -> None:
+            part = layout.host(buffer, name)
+            part[: len(values)], part[len(values) :] = values, rest
+
+        arrays, dummy = step.arrays, self._state.dummy_slot
+        tokens, rows = int(step.query_start[-1]), self._limits.rows
+        fill("row_slots", step.output.slots, dummy)
+        fill("seq_lens", step.seq_lens, 0)
+        fill("query_start", step.query_start, tokens)
+        fill("token_rows", arrays["token_rows"].astype(np.int32), rows)
+        fill("positions", arrays["positions"].astype(np.int32), 0)
+        fill("sample_tokens", arrays["sample_tokens"].astype(np.int32), 0)
+        fill("sample_slots", arrays["sample_slots"].astype(np.int32), dummy)
+        fill("sample_lens", arrays["sample_lens"].astype(np.int32), 1)
+
+    # ---- capturing ----
+
+    def _capture_decode(self, size: int, pool: Any) -> _Graph:
+        layout = _Layout({"row_slots": size, "seq_lens": size})
+        host = np.empty(layout.total, np.int32)
+        layout.host(host, "row_slots")[:], layout.host(host, "seq_lens")[:] = self._state.dummy_slot, 1
+        inputs = torch.from_numpy(host).cuda()
+        slots, seq_lens = layout.device(inputs, "row_slots"), layout.device(inputs, "seq_lens")
+        state = self._state.device
+        token_ids, positions, kv_slots = (torch.empty(size, dtype=torch.int64, device="cuda") for _ in range(3))
+        query_start = torch.arange(size + 1, dtype=torch.int32, device="cuda")
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            kv_slots=kv_slots,
+            page_table=state.page_table,
+            row_slots=slots,
+            seq_lens=seq_lens,
+            query_start=query_start,
+            sample_tokens=query_start[:size],
+            num_decode_rows=size,
+            seq_lens_host=[],
+            query_start_host=[],
+        )
+
+        def forward() -> Tensor:
+            prepare_decode(
+                slots, seq_lens, state.token_table, state.page_table, self._page_size, token_ids, positions, kv_slots
+            )
+            self._attention.plan(batch)
+            return self._model.logits(self._model.forward(batch, self._attention))
+
+        return self._capture(layout, inputs, forward, slots, seq_lens, pool)
+
+    def _capture_mixed(self, size: int, pool: Any) -> _Graph:
+        rows, samples = self._limits.rows, min(size, self._limits.rows)
+        sizes = {
+            "row_slots": rows + 1,
+            "seq_lens": rows,
+            "query_start": rows + 1,
+            "token_rows": size,
+            "positions": size,
+        }
+        layout = _Layout({**sizes, "sample_tokens": samples, "sample_slots": samples, "sample_lens": samples})
+        host = np.zeros(layout.total, np.int32)
+        layout.host(host, "row_slots")[:] = layout.host(host, "sample_slots")[:] = self._state.dummy_slot
+        layout.host(host, "sample_lens")[:], layout.host(host, "token_rows")[:] = 1, rows
+        inputs = torch.from_numpy(host).cuda()
+        part = {name: layout.device(inputs, name) for name in (*sizes, "sample_tokens", "sample_slots", "sample_lens")}
+        state = self._state.device
+
+        def forward() -> Tensor:
+            positions = part["positions"].to(torch.int64)
+            token_slots = part["row_slots"][part["token_rows"]]
+            pages = state.page_table[token_slots, positions // self._page_size].to(torch.int64)
+            batch = Batch(
+                token_ids=state.token_table[token_slots, positions].to(torch.int64),
+                positions=positions,
+                kv_slots=pages * self._page_size + positions % self._page_size,
+                page_table=state.page_table,
+                row_slots=part["row_slots"][:rows],
+                seq_lens=part["seq_lens"],
+                query_start=part["query_start"],
+                sample_tokens=part["sample_tokens"],
+                num_decode_rows=0,
+                seq_lens_host=[],
+                query_start_host=[],
+            )
+            self._attention.plan(batch)
+            hidden = self._model.forward(batch, self._attention)
+            return self._model.logits(hidden[batch.sample_tokens])
+
+        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], pool)
+
+    def _capture(
+        self,
+        layout: _Layout,
+        inputs: Tensor,
+        forward: Callable[[], Tensor],
+        slots: Tensor,
+        lengths: Tensor,
+        pool: Any,
+    ) -> _Graph:
+        state = self._state
+        tokens = torch.empty(len(slots), dtype=torch.int32, device="cuda")
+        rows = SampledRows(slots, lengths, state.device.token_table, tokens)
+        params = SlotParams(*state.device.sampling_columns())
+
+        def sampler(logits: Tensor) -> None:
+            sample_tokens(logits, rows, params)
+
+        for _ in range(WARM_UPS):
+            sampler(forward())
+        torch.cuda.synchronize()
+        forward_graph, sampler_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward_graph, pool=pool):
+            logits = forward()
+        with torch.cuda.graph(sampler_graph, pool=pool):
+            sampler(logits)
+        return _Graph(layout, inputs, forward_graph, sampler_graph, logits, tokens)
+
+
+def _next_size(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest size that holds it, 0 if there is none."""
+    return next((size for size in sizes if size >= wanted), 0)
