@@ -75,7 +75,7 @@ def prefill_case(rows: int, new: int, cached: int, heads: int = 40, page_size: i
 class Problem:
     """Tensors of a case: pages in random order, one query tensor, several layers of caches."""
 
-    def __init__(self, case: Case, layers: int | None = None) -> None:
+    def __init__(self, case: Case, layers: int | None = None, heads_first: bool = False) -> None:
         torch.manual_seed(0)
         self.case = case
         if layers is None:
@@ -84,6 +84,9 @@ class Problem:
         shape = (sum(widths) + 1, case.page_size, case.kv_heads, case.head_dim)
         self.k = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
         self.v = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
+        if heads_first:  # the same, each page laid out as [KV heads, page_size, D]
+            self.k = [k.transpose(1, 2).contiguous().transpose(1, 2) for k in self.k]
+            self.v = [v.transpose(1, 2).contiguous().transpose(1, 2) for v in self.v]
         pages = torch.randperm(sum(widths), device=DEVICE, dtype=torch.int32)
         self.table = torch.zeros((len(widths), max(widths)), device=DEVICE, dtype=torch.int32)
         for row, (width, part) in enumerate(zip(widths, pages.split(widths), strict=True)):
@@ -226,7 +229,7 @@ class Report:
 
 def short(config: Config) -> str:
     values = asdict(config)
-    return " ".join(f"{''.join(w[0] for w in name.split('_'))}{int(value)}" for name, value in values.items())
+    return " ".join(f"{''.join(w[0] for w in name.split('_'))}{int(value or 0)}" for name, value in values.items())
 
 
 def sweep(
@@ -268,20 +271,29 @@ def machine() -> dict[str, object]:
 
 
 def sweep_decode(report: Report, top: int) -> None:
-    configs = [
-        DecodeConfig(block_n, warps, stages, per_sm, prefetch)
-        for block_n, warps, stages, prefetch in (
-            (64, 4, 3, True), (64, 4, 4, True), (64, 4, 5, True), (64, 4, 4, False), (64, 2, 3, True), (64, 2, 4, True),
-            (128, 4, 3, True), (128, 4, 2, True), (128, 8, 3, True), (32, 4, 4, True), (32, 2, 4, True),
-            (128, 4, 4, False),
+    # block_n, num_warps, num_stages, programs_per_sm, prefetch, max_registers, tail_percent
+    configs: list[Config] = [
+        DecodeConfig(*values)
+        for values in (
+            (64, 4, 4, 3, False), (64, 4, 4, 3, False, 128), (64, 4, 4, 4, False, 128), (64, 4, 4, 5, False, 96),
+            (64, 4, 5, 3, False), (64, 4, 5, 3, False, 128), (64, 4, 3, 3, True), (64, 4, 3, 3, True, 128),
+            (64, 2, 4, 4, False), (64, 2, 4, 5, False, 200), (64, 2, 5, 3, False), (64, 8, 4, 3, False),
+            (32, 4, 4, 4, True, 128), (32, 4, 4, 4, False, 128), (32, 4, 4, 5, False, 96), (32, 4, 5, 5, False, 96),
+            (32, 4, 6, 4, False, 128), (32, 4, 3, 5, True, 96), (32, 2, 4, 6, False), (32, 2, 4, 8, False, 128),
+            (32, 2, 5, 6, False), (32, 2, 3, 6, True),
+            (64, 4, 4, 3, False, None, 10), (64, 4, 4, 3, False, None, 20), (64, 4, 4, 3, False, None, 35),
+            (64, 4, 3, 3, True, None, 10), (64, 4, 3, 3, True, None, 20), (64, 4, 4, 4, False, 128, 15),
+            (32, 4, 4, 4, True, 128, 15),
         )
-        for per_sm in (1, 2, 3, 4, 8)
     ]  # fmt: skip
     best: list[Config] = []
     for batch in (32, 128, 256):
         ranked = sweep(report, Problem(decode_case(batch)), configs, decode_call)
         best += [config for config in ranked[:top] if config not in best]
     best += [replace(best[0], pdl=True)]
+    for batch in (32, 128, 256):
+        print("heads first:", end=" ")
+        sweep(report, Problem(decode_case(batch), heads_first=True), best, decode_call)
     cases = [
         decode_case(batch, heads, page) for batch in (32, 128, 256) for heads, page in ((40, 64), (64, 64), (16, 16))
     ]

@@ -151,9 +151,10 @@ def test_decode_equals_the_reference(device: torch.device, shape: tuple[int, int
 @pytest.mark.parametrize("block_n", [32, 64, 128])
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_decode_configurations_agree(device: torch.device, block_n: int, prefetch: bool) -> None:
-    for programs in (1, 5):
+    for programs, tail in ((1, 0), (5, 0), (1, 30), (2, 90)):
         problem = Problem.random([(1, 330), (1, 7), (1, 128)], 4, 2, 64, 16, torch.float16, device)
-        problem.check(decode(problem, block_n=block_n, prefetch=prefetch, programs_per_sm=programs))
+        out = decode(problem, block_n=block_n, prefetch=prefetch, programs_per_sm=programs, tail_percent=tail)
+        problem.check(out)
 
 
 def test_decode_of_one_long_row_is_cut_among_many_programs(device: torch.device) -> None:

@@ -24,13 +24,16 @@ _PLAN_PROGRAMS = 16  # shares that one program of the plan finds
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """``programs_per_sm``: shares a multiprocessor; ``pdl``: launch while the kernel before still runs (sm90)."""
+    """``programs_per_sm``: shares a multiprocessor; ``tail_percent``: of the work, that is cut into as many shares
+    again, small ones, for whoever is free first; ``pdl``: launch while the kernel before still runs (sm90)."""
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 2
     prefetch: bool = True
+    max_registers: int | None = None
+    tail_percent: int = 0
     pdl: bool = False
 
 
@@ -56,13 +59,19 @@ class PagedDecode:
         self._scale = head_dim**-0.5 * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
         self._config = config or DecodeConfig()
         self._programs = _num_multiprocessors(device) * self._config.programs_per_sm
+        self._large_programs = 0
+        if self._config.tail_percent:
+            self._large_programs = self._programs
+            self._programs *= 2
         self._page_table: Tensor
 
         def int32(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._rows = int32(max_rows, 4)  # of decode row i: length, page table row, token, and nothing
-        self._shares = int32(self._programs + 1, 4)  # row, head, block, number of blocks; last: the total
+        self._rows = int32(max_rows + 1, 4)  # of decode row i: length, page table row, token, and nothing
+        self._shares = int32(
+            self._programs + 1, 4
+        )  # row, head, block, number of blocks; last: the total, a large share
         self._arrived = int32(max_rows * kv_heads)  # zero between launches
         parts = 2 * self._programs * self._group
         self._part_out = torch.empty((parts, head_dim), dtype=torch.float32, device=device)
@@ -85,6 +94,8 @@ class PagedDecode:
             self._shares,
             rows,
             self._programs,
+            self._large_programs,
+            100 - self._config.tail_percent,
             KV_HEADS=self._kv_heads,
             BLOCK_N=self._config.block_n,
             ROWS=max(16, triton.next_power_of_2(rows)),
@@ -119,6 +130,7 @@ class PagedDecode:
             self._page_table.stride(0),
             self._scale,
             self._programs,
+            self._large_programs,
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             GROUP_PAD=max(16, triton.next_power_of_2(self._group)),
@@ -129,6 +141,7 @@ class PagedDecode:
             PREFETCH=config.prefetch,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.max_registers,
             **pdl_options(q.device, config.pdl),
         )
 
@@ -139,7 +152,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_programs", "large_programs", "large_percent"])
 def _plan_kernel(
     row_slots,
     seq_lens,
@@ -148,6 +161,8 @@ def _plan_kernel(
     shares_out,
     num_rows,
     num_programs,
+    large_programs,
+    large_percent,
     KV_HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -165,10 +180,9 @@ def _plan_kernel(
     total = tl.sum(blocks, 0) * KV_HEADS
 
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    share = total // num_programs
-    extra = total % num_programs
-    start = program * share + tl.minimum(program, extra)
-    size = share + tl.where(program < extra, 1, 0)
+    large = total * large_percent // 100 // tl.maximum(large_programs, 1)
+    start = _start_of(program, total, large, large_programs, num_programs)
+    size = _start_of(program + 1, total, large, large_programs, num_programs) - start
     before = end[None, :] <= start[:, None]  # [PROGRAMS, ROWS]: the row ends before the share starts
     record = tl.sum((before & planned[None, :]).to(tl.int32), 1)
     offset = start - tl.max(tl.where(before, end[None, :], 0), 1)  # blocks since the start of its row
@@ -181,6 +195,7 @@ def _plan_kernel(
     tl.store(shares_out + program * 4 + 3, size, mask=here)
     if tl.program_id(0) == 0:
         tl.store(shares_out + num_programs * 4, total)
+        tl.store(shares_out + num_programs * 4 + 1, large)
         place = (tl.cumsum(planned.to(tl.int32), 0) - 1) * 4
         tl.store(rows_out + place, length, mask=planned)
         tl.store(rows_out + place + 1, slot, mask=planned)
@@ -188,13 +203,28 @@ def _plan_kernel(
 
 
 @triton.jit
-def _share_of(block, share, extra):
-    """The program whose share holds the step's block of that number."""
-    large = extra * (share + 1)
-    return tl.where(block < large, block // (share + 1), extra + (block - large) // tl.maximum(share, 1))
+def _start_of(program, total, large, large_programs, num_programs):
+    """The number of the first block of a program's share: large ones first, then as equal ones as can be."""
+    small = tl.maximum(program - large_programs, 0)
+    rest = total - large * large_programs
+    count = num_programs - large_programs
+    return large * tl.minimum(program, large_programs) + rest // count * small + tl.minimum(small, rest % count)
 
 
-@triton.jit(do_not_specialize=["num_programs"])
+@triton.jit
+def _program_of(block, total, large, large_programs, num_programs):
+    """The program whose share holds the block of that number."""
+    rest = total - large * large_programs
+    count = num_programs - large_programs
+    share = rest // count
+    extra = rest % count
+    small = block - large * large_programs
+    longer = extra * (share + 1)
+    program = tl.where(small < longer, small // (share + 1), extra + (small - longer) // tl.maximum(share, 1))
+    return tl.where(small < 0, block // tl.maximum(large, 1), large_programs + program)
+
+
+@triton.jit(do_not_specialize=["num_programs", "large_programs"])
 def _decode_kernel(
     q,
     k_cache,
@@ -216,6 +246,7 @@ def _decode_kernel(
     table_stride,
     scale,
     num_programs,
+    large_programs,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -232,9 +263,11 @@ def _decode_kernel(
     block = tl.load(shares + program * 4 + 2)
     left = tl.load(shares + program * 4 + 3)
     total = tl.load(shares + num_programs * 4)
-    share = total // num_programs
-    extra = total % num_programs
-    number = program * share + tl.minimum(program, extra)
+    large = tl.load(shares + num_programs * 4 + 1)
+    number = _start_of(program, total, large, large_programs, num_programs)
+    length = tl.load(rows + record * 4)
+    slot = tl.load(rows + record * 4 + 1)
+    token = tl.load(rows + record * 4 + 2)
 
     dim = tl.arange(0, HEAD_DIM_PAD)
     member = tl.arange(0, GROUP_PAD)
@@ -247,17 +280,26 @@ def _decode_kernel(
         gdc_launch_dependents()
 
     while left > 0:
-        length = tl.load(rows + record * 4)
-        table = page_table + tl.load(rows + record * 4 + 1).to(tl.int64) * table_stride
-        token = tl.load(rows + record * 4 + 2).to(tl.int64)
+        table = page_table + slot.to(tl.int64) * table_stride
+        q_token = q + token.to(tl.int64) * q_token_stride
+        out_token = out + token.to(tl.int64) * out_token_stride
+        counter = arrived + record * KV_HEADS + head
         row_blocks = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
         taken = tl.minimum(left, row_blocks - block)
         query_head = head * GROUP + member
-        queries = tl.load(
-            q + token * q_token_stride + query_head[:, None] * q_head_stride + dim[None, :], mask=tile_mask, other=0.0
-        )
+        queries = tl.load(q_token + query_head[:, None] * q_head_stride + dim[None, :], mask=tile_mask, other=0.0)
         k_head = k_cache + head * kv_head_stride
         v_head = v_cache + head * kv_head_stride
+        head += 1
+        if head == KV_HEADS:
+            head = 0
+            record += 1
+            # The next row's record, long before it is needed.
+            length_after = tl.load(rows + record * 4)
+            slot = tl.load(rows + record * 4 + 1)
+            token = tl.load(rows + record * 4 + 2)
+        else:
+            length_after = length
 
         # Finite, so that a row without keys gives weights of 0 and not NaN.
         maximum = tl.full([GROUP_PAD], -1e30, tl.float32)
@@ -295,9 +337,10 @@ def _decode_kernel(
             tl.store(part_out + part * HEAD_DIM + part_offset, acc, mask=tile_mask)
             tl.store(part_stats + (part + member) * 2, maximum, mask=member < GROUP)
             tl.store(part_stats + (part + member) * 2 + 1, weight, mask=member < GROUP)
-            first_program = _share_of(number - block, share, extra)
-            num_parts = _share_of(number - block + row_blocks - 1, share, extra) - first_program + 1
-            counter = arrived + record * KV_HEADS + head
+            start = number - block
+            first_program = _program_of(start, total, large, large_programs, num_programs)
+            last_program = _program_of(start + row_blocks - 1, total, large, large_programs, num_programs)
+            num_parts = last_program - first_program + 1
             tl.debug_barrier()  # all threads' stores come before the one thread's release
             done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
             if done:
@@ -322,14 +365,11 @@ def _decode_kernel(
         if done:
             result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
             tl.store(
-                out + token * out_token_stride + query_head[:, None] * out_head_stride + dim[None, :],
+                out_token + query_head[:, None] * out_head_stride + dim[None, :],
                 result.to(out.dtype.element_ty),
                 mask=tile_mask,
             )
         number += taken
         left -= taken
         block = 0
-        head += 1
-        if head == KV_HEADS:
-            head = 0
-            record += 1
+        length = length_after
