@@ -73,6 +73,7 @@ class _Graph:
     sampler: torch.cuda.CUDAGraph
     logits: Tensor  # [S, vocab]
     tokens: Tensor  # [S] int32
+    held: tuple[Tensor, ...]  # what the graph reads and writes besides: memory that must not serve anything else
 
 
 class GraphExecutor:
@@ -202,7 +203,8 @@ class GraphExecutor:
             self._attention.plan(batch)
             return self._model.logits(self._model.forward(batch, self._attention))
 
-        return self._capture(layout, inputs, forward, slots, seq_lens, pool)
+        held = (token_ids, positions, kv_slots, query_start)
+        return self._capture(layout, inputs, forward, slots, seq_lens, held, pool)
 
     def _capture_mixed(self, size: int, pool: Any) -> _Graph:
         rows, samples = self._limits.rows, min(size, self._limits.rows)
@@ -242,7 +244,7 @@ class GraphExecutor:
             hidden = self._model.forward(batch, self._attention)
             return self._model.logits(hidden[batch.sample_tokens])
 
-        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], pool)
+        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], (), pool)
 
     def _capture(
         self,
@@ -251,6 +253,7 @@ class GraphExecutor:
         forward: Callable[[], Tensor],
         slots: Tensor,
         lengths: Tensor,
+        held: tuple[Tensor, ...],
         pool: Any,
     ) -> _Graph:
         state = self._state
@@ -269,7 +272,7 @@ class GraphExecutor:
             logits = forward()
         with torch.cuda.graph(sampler_graph, pool=pool):
             sampler(logits)
-        return _Graph(layout, inputs, forward_graph, sampler_graph, logits, tokens)
+        return _Graph(layout, inputs, forward_graph, sampler_graph, logits, tokens, held)
 
 
 def _next_size(sizes: Sequence[int], wanted: int) -> int:
