@@ -13,6 +13,7 @@ from mizzen.kernels.triton.launch import pdl_options, warps_for
 
 # Elements a thread holds of a row. Measured: docs/performance.md, "Fused kernels".
 PER_THREAD = 8
+MAX_WARPS = 8
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pdl:
             SIZE=size,
             BLOCK=block,
             ADD=residual is not None,
-            num_warps=num_warps or warps_for(block, PER_THREAD),
+            num_warps=num_warps or min(warps_for(block, PER_THREAD), MAX_WARPS),
             **pdl_options(x.device, pdl),
         )
     return out

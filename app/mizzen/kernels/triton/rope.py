@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mizzen.kernels.triton.launch import pdl_options
 
 # Heads a program takes. Measured: docs/performance.md, "Fused kernels".
-HEADS = 8
+HEADS = 16
 
 
 @triton.jit

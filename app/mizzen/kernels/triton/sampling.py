@@ -20,6 +20,8 @@ from mizzen.kernels.triton.top_p import draw_top_p
 # Vocabulary entries a program of the first kernel reads. Measured: docs/performance.md, "Sampler".
 BLOCK = 4096
 PER_THREAD = 32
+DRAW_WARPS = 8
+TOP_K_WARPS = 8
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
 
@@ -96,15 +98,14 @@ def _kept_sums_kernel(
     if (min_p > 0) & (temperature > 0):
         blocks = tl.arange(0, NUM_BLOCKS_PADDED)
         block_maxima = tl.load(maxima + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=NONE)
-        threshold = min_p_threshold(tl.div_rn(tl.max(block_maxima, 0), temperature), min_p)
+        threshold = min_p_threshold(tl.max(block_maxima, 0), temperature, min_p)
         largest = tl.load(maxima + row * NUM_BLOCKS + block)
-        if tl.div_rn(largest, temperature) < threshold:
+        if largest < threshold:
             tl.store(sums + row * NUM_BLOCKS + block, 0.0)
         else:
             x = load_block(logits + row * row_stride, block * BLOCK, vocab, BLOCK)
             weights = tl.exp2((x - largest) * (LOG2_E / temperature))
-            kept = tl.where(tl.div_rn(x, temperature) < threshold, 0.0, weights)
-            tl.store(sums + row * NUM_BLOCKS + block, tl.sum(kept, 0))
+            tl.store(sums + row * NUM_BLOCKS + block, tl.sum(tl.where(x < threshold, 0.0, weights), 0))
 
 
 @triton.jit
@@ -171,9 +172,8 @@ def _draw_kernel(
     x = load_block(logits + row * row_stride, block * BLOCK, vocab, BLOCK)
     token_weights = tl.exp2((x - block_largest) * scale)
     if MIN_P:
-        divisor = tl.where(greedy, 1.0, temperature)
-        threshold = min_p_threshold(tl.div_rn(largest, divisor), tl.load(min_ps + slot * float_stride))
-        token_weights = tl.where(tl.div_rn(x, divisor) < threshold, 0.0, token_weights)
+        threshold = min_p_threshold(largest, temperature, tl.load(min_ps + slot * float_stride))
+        token_weights = tl.where(x < threshold, 0.0, token_weights)
     token_ends = tl.cumsum(token_weights.to(tl.float64), 0)
     passed = tl.sum((token_ends <= (target - before) / factor).to(tl.int32), 0)
     # rounding may put the target past the last possible token of the block
@@ -182,6 +182,36 @@ def _draw_kernel(
     token = block * BLOCK + offset
     tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits,
+    row_stride,
+    row_indices,
+    token_ids,
+    maxima,
+    sums,
+    chosen,
+    normalizers,
+    NUM_BLOCKS: tl.constexpr,
+    NUM_BLOCKS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(row_indices + index)
+    blocks = tl.arange(0, NUM_BLOCKS_PADDED)
+    exists = blocks < NUM_BLOCKS
+    block_maxima = tl.load(maxima + index * NUM_BLOCKS + blocks, mask=exists, other=NONE)
+    block_sums = tl.load(sums + index * NUM_BLOCKS + blocks, mask=exists, other=0.0)
+    largest = tl.max(block_maxima, 0)
+    normalizer = largest + tl.log(tl.sum(block_sums * tl.exp(block_maxima - largest), 0))
+    logit = tl.load(logits + row * row_stride + tl.load(token_ids + row)).to(tl.float32)
+    tl.store(chosen + index, logit - normalizer)
+    tl.store(normalizers + index, normalizer)
 
 
 def sample_tokens(
@@ -194,6 +224,8 @@ def sample_tokens(
     pdl: bool = True,
     block: int = BLOCK,
     num_warps: int | None = None,
+    draw_warps: int = DRAW_WARPS,
+    top_k_warps: int = TOP_K_WARPS,
 ) -> None:
     """Draws a token for each row of logits [S, V], rows contiguous, of any float type; the logits stay as they are.
 
@@ -272,11 +304,11 @@ def sample_tokens(
         NUM_BLOCKS=num_blocks,
         NUM_BLOCKS_PADDED=padded,
         BLOCK=block,
-        num_warps=8,
+        num_warps=draw_warps,
         **options,
     )
     if filtered:
-        draw_top_k(logits, rows, params, group_maxima, pdl=pdl)
+        draw_top_k(logits, rows, params, group_maxima, pdl=pdl, num_warps=top_k_warps)
         draw_top_p(logits, rows, params, maxima, block, pdl=pdl)
 
 
@@ -286,7 +318,9 @@ def logprobs(logits: Tensor, indices: Tensor, token_ids: Tensor, *, pdl: bool = 
     num_rows, vocab = len(indices), logits.shape[1]
     num_blocks = triton.cdiv(vocab, BLOCK)
     stats = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=logits.device)
+    chosen, normalizers = torch.empty((2, num_rows), dtype=torch.float32, device=logits.device)
     if num_rows:
+        options = pdl_options(logits.device, pdl)
         _block_stats_kernel[(num_blocks, num_rows)](
             logits,
             logits.stride(0),
@@ -302,8 +336,20 @@ def logprobs(logits: Tensor, indices: Tensor, token_ids: Tensor, *, pdl: bool = 
             GROUP=0,
             BLOCK=BLOCK,
             num_warps=warps_for(BLOCK, PER_THREAD),
-            **pdl_options(logits.device, pdl),
+            **options,
         )
-    normalizers = (stats[0] + stats[1].log()).logsumexp(1)
-    chosen = logits[indices, token_ids[indices].long()].float()
-    return chosen - normalizers, normalizers
+        _logprobs_kernel[(num_rows,)](
+            logits,
+            logits.stride(0),
+            indices,
+            token_ids,
+            stats[0],
+            stats[1],
+            chosen,
+            normalizers,
+            NUM_BLOCKS=num_blocks,
+            NUM_BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
+            num_warps=1,
+            **options,
+        )
+    return chosen, normalizers

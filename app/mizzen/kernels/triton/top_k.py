@@ -15,12 +15,12 @@ from mizzen.kernels.triton.launch import pdl_options
 from mizzen.kernels.triton.slots import SampledRows, SlotParams
 
 MAX_TOP_K = 64
-GROUP = 128  # tokens whose maximum the first pass leaves
+GROUP = 64  # tokens whose maximum the first pass leaves
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
 
-# Leading bits in which two different float32 made from such numbers differ.
-KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
+# Leading bits in which any two different float32 made from such numbers differ; an even number of them.
+KEY_BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 
 
 @triton.jit
@@ -35,9 +35,9 @@ def load_block(logits_row, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def min_p_threshold(largest, min_p):
-    """What scaled logits of a row must reach; rows without min_p keep everything."""
-    return tl.where(min_p > 0, largest + tl.log(tl.where(min_p > 0, min_p, 1.0)), NONE)
+def min_p_threshold(largest, temperature, min_p):
+    """What a row's logits must reach; rows without min_p keep everything."""
+    return tl.where(min_p > 0, largest + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), NONE)
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _draw_top_k_kernel(
     mass_before = tl.sum(tl.where(ahead, weights_2[None, :], 0.0), 1) / tl.sum(weights, 0)
     num_before = tl.sum(ahead.to(tl.int32), 1)
     kept = (mass_before < tl.load(top_ps + slot * float_stride)) | (num_before == 0)
-    kept = kept & (scaled >= min_p_threshold(largest, tl.load(min_ps + slot * float_stride)))
+    kept = kept & (value >= min_p_threshold(tl.max(value, 0), temperature, tl.load(min_ps + slot * float_stride)))
     weights = tl.where(kept, weights, 0.0).to(tl.float64)
 
     output_index = length - tl.load(num_prompts + slot * int_stride)

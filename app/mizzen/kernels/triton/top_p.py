@@ -1,7 +1,7 @@
 """top_p alone, or after a top_k too large for candidates; then min_p. No sort: the tokens that stay are those above a
 threshold, and, of the tokens that equal it, the first few in the order of the vocabulary.
 
-Thresholds are found bit by bit, each bit a pass of one program over its row; blocks wholly below are skipped unread.
+Thresholds are found two bits at a time, in passes of one program over its row.
 Slower than kernels/triton/top_k.py, and many times faster than sorting a vocabulary (docs/performance.md, "Sampler").
 """
 
@@ -21,26 +21,35 @@ NONE = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _reach(
-    logits_row,
-    vocab,
-    maxima_row,
-    threshold,
-    largest,
-    scale,
-    NUM_BLOCKS: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_row, vocab, t1, t2, t3, largest, scale, NUM_BLOCKS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """How many tokens have keys of ``threshold`` or more, and their weights' sum."""
-    count = tl.zeros((), tl.int32)
-    mass = tl.zeros((), tl.float64)
+    """For three thresholds: how many tokens have keys that reach it, and the sum of their weights."""
+    count_1 = tl.zeros((BLOCK,), tl.int32)
+    count_2 = tl.zeros((BLOCK,), tl.int32)
+    count_3 = tl.zeros((BLOCK,), tl.int32)
+    mass_1 = tl.zeros((BLOCK,), tl.float32)
+    mass_2 = tl.zeros((BLOCK,), tl.float32)
+    mass_3 = tl.zeros((BLOCK,), tl.float32)
     for block in range(NUM_BLOCKS):
-        if ordered(tl.load(maxima_row + block), BITS) >= threshold:
-            x = load_block(logits_row, block * BLOCK, vocab, BLOCK)
-            reaches = (ordered(x, BITS) >= threshold) & (block * BLOCK + tl.arange(0, BLOCK) < vocab)
-            count += tl.sum(reaches.to(tl.int32), 0)
-            mass += tl.sum(tl.where(reaches, tl.exp2((x - largest) * scale), 0.0), 0).to(tl.float64)
-    return count, mass
+        # sums are kept by lane: a reduction a block would wait for each block's load
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_row + offsets, mask=offsets < vocab, other=NONE).to(tl.float32)
+        key = ordered(x, BITS)
+        weight = tl.exp2((x - largest) * scale)
+        count_1 += (key >= t1).to(tl.int32)
+        count_2 += (key >= t2).to(tl.int32)
+        count_3 += (key >= t3).to(tl.int32)
+        mass_1 += tl.where(key >= t1, weight, 0.0)
+        mass_2 += tl.where(key >= t2, weight, 0.0)
+        mass_3 += tl.where(key >= t3, weight, 0.0)
+    return (
+        tl.sum(count_1, 0),
+        tl.sum(count_2, 0),
+        tl.sum(count_3, 0),
+        tl.sum(mass_1.to(tl.float64), 0),
+        tl.sum(mass_2.to(tl.float64), 0),
+        tl.sum(mass_3.to(tl.float64), 0),
+    )
 
 
 @triton.jit
@@ -91,33 +100,53 @@ def _draw_top_p_kernel(
 
     # top_k: the largest threshold that k tokens reach; the k-th token equals it
     k_threshold = tl.zeros((), tl.uint32)
+    one = tl.full((), 1, tl.uint32)
     k = tl.minimum(top_k, vocab).to(tl.int32)
     if k > 0:
-        for step in range(BITS):
-            candidate = k_threshold | (tl.full((), 1, tl.uint32) << (BITS - 1 - step))
-            count, _ = _reach(logits_row, vocab, maxima_row, candidate, largest, scale, NUM_BLOCKS, BITS, BLOCK)
-            k_threshold = tl.where(count >= k, candidate, k_threshold)
-    count, total = _reach(logits_row, vocab, maxima_row, k_threshold, largest, scale, NUM_BLOCKS, BITS, BLOCK)
-    k_equal = vocab
+        for step in range(BITS // 2):
+            bit = one << (BITS - 2 - 2 * step)
+            c1, c2, c3, _, _, _ = _reach(
+                logits_row,
+                vocab,
+                k_threshold + bit,
+                k_threshold + 2 * bit,
+                k_threshold + 3 * bit,
+                largest,
+                scale,
+                NUM_BLOCKS,
+                BITS,
+                BLOCK,
+            )
+            k_threshold += bit * ((c1 >= k).to(tl.uint32) + (c2 >= k).to(tl.uint32) + (c3 >= k).to(tl.uint32))
+    count, count_above, _, total, mass_above, _ = _reach(
+        logits_row, vocab, k_threshold, k_threshold + 1, k_threshold, largest, scale, NUM_BLOCKS, BITS, BLOCK
+    )
+    k_equal = k - count_above
     if k > 0:
-        count_above, mass_above = _reach(
-            logits_row, vocab, maxima_row, k_threshold + 1, largest, scale, NUM_BLOCKS, BITS, BLOCK
-        )
-        k_equal = k - count_above
         total = mass_above + (total - mass_above) * (k_equal.to(tl.float64) / (count - count_above).to(tl.float64))
 
     # top_p: the largest threshold whose tokens hold top_p of that; above it all tokens stay
     wanted = total * top_p.to(tl.float64)
     threshold = tl.zeros((), tl.uint32)
-    for step in range(BITS):
-        candidate = threshold | (tl.full((), 1, tl.uint32) << (BITS - 1 - step))
-        _, mass = _reach(logits_row, vocab, maxima_row, candidate, largest, scale, NUM_BLOCKS, BITS, BLOCK)
-        threshold = tl.where(mass >= wanted, candidate, threshold)
+    for step in range(BITS // 2):
+        bit = one << (BITS - 2 - 2 * step)
+        _, _, _, m1, m2, m3 = _reach(
+            logits_row,
+            vocab,
+            threshold + bit,
+            threshold + 2 * bit,
+            threshold + 3 * bit,
+            largest,
+            scale,
+            NUM_BLOCKS,
+            BITS,
+            BLOCK,
+        )
+        threshold += bit * ((m1 >= wanted).to(tl.uint32) + (m2 >= wanted).to(tl.uint32) + (m3 >= wanted).to(tl.uint32))
     # rounding of the sums, with top_p 1, may not let in what top_k removed
     threshold = tl.maximum(threshold, k_threshold)
-    count_from, mass_from = _reach(logits_row, vocab, maxima_row, threshold, largest, scale, NUM_BLOCKS, BITS, BLOCK)
-    count_above, mass_above = _reach(
-        logits_row, vocab, maxima_row, threshold + 1, largest, scale, NUM_BLOCKS, BITS, BLOCK
+    count_from, count_above, _, mass_from, mass_above, _ = _reach(
+        logits_row, vocab, threshold, threshold + 1, threshold, largest, scale, NUM_BLOCKS, BITS, BLOCK
     )
     # of the tokens that equal it, those stay before which there is less than wanted
     each = (mass_from - mass_above) / tl.maximum(count_from - count_above, 1).to(tl.float64)
@@ -126,7 +155,7 @@ def _draw_top_p_kernel(
     num_equal = tl.where((k > 0) & (threshold == k_threshold), tl.minimum(num_equal, k_equal), num_equal)
 
     # Sums of what stays, min_p applied, and from them the token.
-    scaled_min = min_p_threshold(tl.div_rn(largest, temperature), tl.load(min_ps + slot * float_stride))
+    least = min_p_threshold(largest, temperature, tl.load(min_ps + slot * float_stride))
     seen = tl.zeros((), tl.int32)
     for block in range(NUM_BLOCKS):
         tl.store(equal_before + row * NUM_BLOCKS + block, seen)
@@ -136,7 +165,7 @@ def _draw_top_p_kernel(
             key = ordered(x, BITS)
             equal = (key == threshold).to(tl.int32)
             kept = (key > threshold) | ((equal == 1) & (seen + tl.cumsum(equal, 0) <= num_equal))
-            kept = kept & (tl.div_rn(x, temperature) >= scaled_min)
+            kept = kept & (x >= least)
             kept_sum = tl.sum(tl.where(kept, tl.exp2((x - largest) * scale), 0.0), 0)
             seen += tl.sum(equal, 0)
         tl.store(kept_sums + row * NUM_BLOCKS + block, kept_sum)
@@ -155,7 +184,7 @@ def _draw_top_p_kernel(
     equal = (key == threshold).to(tl.int32)
     seen = tl.load(equal_before + row * NUM_BLOCKS + block)
     kept = (key > threshold) | ((equal == 1) & (seen + tl.cumsum(equal, 0) <= num_equal))
-    kept = kept & (tl.div_rn(x, temperature) >= scaled_min)
+    kept = kept & (x >= least)
     weights = tl.where(kept, tl.exp2((x - largest) * scale), 0.0)
     passed = tl.sum((tl.cumsum(weights.to(tl.float64), 0) <= target - before).to(tl.int32), 0)
     passed = tl.minimum(passed, tl.max(tl.where(weights > 0, offsets, 0), 0))
