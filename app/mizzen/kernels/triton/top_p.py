@@ -105,7 +105,7 @@ def _draw_top_p_kernel(
     if k > 0:
         for step in range(BITS // 2):
             bit = one << (BITS - 2 - 2 * step)
-            c1, c2, c3, _, _, _ = _reach(
+            c1, c2, c3, _m1, _m2, _m3 = _reach(
                 logits_row,
                 vocab,
                 k_threshold + bit,
@@ -118,7 +118,7 @@ def _draw_top_p_kernel(
                 BLOCK,
             )
             k_threshold += bit * ((c1 >= k).to(tl.uint32) + (c2 >= k).to(tl.uint32) + (c3 >= k).to(tl.uint32))
-    count, count_above, _, total, mass_above, _ = _reach(
+    count, count_above, _c3, total, mass_above, _m3 = _reach(
         logits_row, vocab, k_threshold, k_threshold + 1, k_threshold, largest, scale, NUM_BLOCKS, BITS, BLOCK
     )
     k_equal = k - count_above
@@ -130,7 +130,7 @@ def _draw_top_p_kernel(
     threshold = tl.zeros((), tl.uint32)
     for step in range(BITS // 2):
         bit = one << (BITS - 2 - 2 * step)
-        _, _, _, m1, m2, m3 = _reach(
+        _c1, _c2, _c3, m1, m2, m3 = _reach(
             logits_row,
             vocab,
             threshold + bit,
@@ -145,7 +145,7 @@ def _draw_top_p_kernel(
         threshold += bit * ((m1 >= wanted).to(tl.uint32) + (m2 >= wanted).to(tl.uint32) + (m3 >= wanted).to(tl.uint32))
     # rounding of the sums, with top_p 1, may not let in what top_k removed
     threshold = tl.maximum(threshold, k_threshold)
-    count_from, count_above, _, mass_from, mass_above, _ = _reach(
+    count_from, count_above, _c3, mass_from, mass_above, _m3 = _reach(
         logits_row, vocab, threshold, threshold + 1, threshold, largest, scale, NUM_BLOCKS, BITS, BLOCK
     )
     # of the tokens that equal it, those stay before which there is less than wanted
