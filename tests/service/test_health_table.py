@@ -119,7 +119,7 @@ def wait_phase(server: Server, phase: str) -> None:
 
     def reached() -> bool:
         bodies = [server.health(url=url)[1] for url in (server.health_url, server.url)]
-        return all(body["phase"] == phase for body in bodies) and bodies[1]["processes"]["api-0"] == "ready"
+        return all(body["phase"] == phase for body in bodies) and bodies[1]["processes"].get("api-0") == "ready"
 
     until(reached, f"phase {phase}")
 
