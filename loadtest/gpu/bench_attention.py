@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from mizzen.kernels.triton.decode_attention import DecodeConfig, PagedDecode
-from mizzen.kernels.triton.prefill_attention import PrefillConfig, paged_prefill
+from mizzen.kernels.triton.prefill_attention import PagedPrefill, PrefillConfig
 
 Call = Callable[[int], object]  # attends in one layer
 Config = DecodeConfig | PrefillConfig
@@ -75,7 +75,7 @@ def prefill_case(rows: int, new: int, cached: int, heads: int = 40, page_size: i
 class Problem:
     """Tensors of a case: pages in random order, one query tensor, several layers of caches."""
 
-    def __init__(self, case: Case, layers: int | None = None, heads_first: bool = False) -> None:
+    def __init__(self, case: Case, layers: int | None = None) -> None:
         torch.manual_seed(0)
         self.case = case
         if layers is None:
@@ -84,9 +84,6 @@ class Problem:
         shape = (sum(widths) + 1, case.page_size, case.kv_heads, case.head_dim)
         self.k = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
         self.v = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
-        if heads_first:  # the same, each page laid out as [KV heads, page_size, D]
-            self.k = [k.transpose(1, 2).contiguous().transpose(1, 2) for k in self.k]
-            self.v = [v.transpose(1, 2).contiguous().transpose(1, 2) for v in self.v]
         pages = torch.randperm(sum(widths), device=DEVICE, dtype=torch.int32)
         self.table = torch.zeros((len(widths), max(widths)), device=DEVICE, dtype=torch.int32)
         for row, (width, part) in enumerate(zip(widths, pages.split(widths), strict=True)):
@@ -176,13 +173,13 @@ def plan_us(problem: Problem) -> float:
 
 
 def prefill_call(problem: Problem, config: PrefillConfig) -> Call:
-    def call(layer: int) -> None:
-        paged_prefill(
-            problem.q, problem.k[layer], problem.v[layer], problem.table, problem.slots, problem.seq_lens,
-            problem.query_start, problem.out, config=config,
-        )  # fmt: skip
-
-    return call
+    case = problem.case
+    attention = PagedPrefill(
+        num_heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page_size,
+        max_tokens=len(problem.q), max_rows=len(case.rows), device=DEVICE, config=config,
+    )  # fmt: skip
+    attention.plan(len(problem.q), problem.table, problem.slots, problem.seq_lens, problem.query_start)
+    return lambda layer: attention.forward(problem.q, problem.k[layer], problem.v[layer], problem.out)
 
 
 def flashinfer_call(problem: Problem, backend: str) -> Call:
@@ -270,79 +267,63 @@ def machine() -> dict[str, object]:
     }
 
 
-def sweep_decode(report: Report, top: int) -> None:
-    # block_n, num_warps, num_stages, programs_per_sm, prefetch, max_registers, tail_percent
+def sweep_decode(report: Report) -> None:
+    # block_n, num_warps, num_stages, programs_per_sm, prefetch, max_registers, tail_percent, pdl
     configs: list[Config] = [
         DecodeConfig(*values)
         for values in (
-            (64, 4, 4, 3, False), (64, 4, 4, 3, False, 128), (64, 4, 4, 4, False, 128), (64, 4, 4, 5, False, 96),
-            (64, 4, 5, 3, False), (64, 4, 5, 3, False, 128), (64, 4, 3, 3, True), (64, 4, 3, 3, True, 128),
-            (64, 2, 4, 4, False), (64, 2, 4, 5, False, 200), (64, 2, 5, 3, False), (64, 8, 4, 3, False),
-            (32, 4, 4, 4, True, 128), (32, 4, 4, 4, False, 128), (32, 4, 4, 5, False, 96), (32, 4, 5, 5, False, 96),
-            (32, 4, 6, 4, False, 128), (32, 4, 3, 5, True, 96), (32, 2, 4, 6, False), (32, 2, 4, 8, False, 128),
-            (32, 2, 5, 6, False), (32, 2, 3, 6, True),
-            (64, 4, 4, 3, False, None, 10), (64, 4, 4, 3, False, None, 20), (64, 4, 4, 3, False, None, 35),
-            (64, 4, 3, 3, True, None, 10), (64, 4, 3, 3, True, None, 20), (64, 4, 4, 4, False, 128, 15),
-            (32, 4, 4, 4, True, 128, 15),
+            (64, 4, 3, 3, True), (64, 4, 3, 3, True, None, 0, True), (64, 4, 3, 3, True, None, 5),
+            (64, 4, 3, 3, True, None, 8), (64, 4, 3, 3, True, None, 12), (64, 4, 3, 3, True, None, 10, True),
+            (64, 4, 3, 2, True), (64, 4, 3, 1, True), (64, 4, 4, 4, False, 128), (64, 4, 4, 4, False, 128, 0, True),
+            (64, 4, 4, 4, False, 128, 5), (64, 4, 4, 4, False, 128, 10), (64, 4, 4, 2, False, 128),
+            (64, 4, 4, 3, False), (64, 2, 4, 4, False), (32, 4, 4, 2, True), (32, 2, 4, 8, False, 128, 8),
         )
     ]  # fmt: skip
-    best: list[Config] = []
-    for batch in (32, 128, 256):
-        ranked = sweep(report, Problem(decode_case(batch)), configs, decode_call)
-        best += [config for config in ranked[:top] if config not in best]
-    best += [replace(best[0], pdl=True)]
-    for batch in (32, 128, 256):
-        print("heads first:", end=" ")
-        sweep(report, Problem(decode_case(batch), heads_first=True), best, decode_call)
-    cases = [
-        decode_case(batch, heads, page) for batch in (32, 128, 256) for heads, page in ((40, 64), (64, 64), (16, 16))
-    ]
-    cases += [decode_case(batch) for batch in (1, 8, 16, 32, 128, 256)] + [decode_case(1, 40, length=16384)]
-    for case in cases:
-        sweep(report, Problem(case), best, decode_call)
+    for case in (
+        *(decode_case(batch) for batch in (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)), decode_case(1, 40, length=16384),
+        *(decode_case(n, heads, page) for n in (32, 128, 256) for heads, page in ((40, 64), (64, 64), (16, 16))),
+        decode_case(128, 40, 16), decode_case(128, 8), decode_case(128, 16, 32),
+    ):  # fmt: skip
+        sweep(report, Problem(case), configs, decode_call)
     for batch in (1, 256):
         print(f"plan, batch {batch}: {plan_us(Problem(decode_case(batch), layers=1)):.1f} us", flush=True)
 
 
-def sweep_prefill(report: Report, top: int) -> None:
-    configs = [
-        PrefillConfig(block_m, block_n, warps, stages, prefetch)
-        for block_m, block_n, warps, stages, prefetch in (
-            (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, False),
-            (128, 64, 4, 3, True), (128, 128, 8, 2, True), (128, 128, 8, 3, True), (128, 128, 8, 3, False),
-            (64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 64, 4, 4, True), (64, 128, 4, 2, True),
-            (64, 128, 4, 3, True), (64, 32, 4, 4, True), (128, 32, 8, 4, True), (16, 64, 4, 4, True),
-            (32, 64, 4, 4, True),
+def sweep_prefill(report: Report) -> None:
+    # block_m, block_n, num_warps, num_stages, prefetch, one_loop, pdl
+    configs: list[Config] = [
+        PrefillConfig(*values)
+        for values in (
+            (128, 64, 8, 3, True, True), (128, 64, 8, 3, True, False), (128, 64, 8, 2, True, True),
+            (64, 64, 4, 2, True, True), (64, 64, 4, 3, True, True), (64, 64, 4, 3, True, False),
+            (64, 64, 4, 3, False, True), (64, 64, 4, 3, False, False), (128, 128, 8, 2, True, True),
+            (64, 64, 4, 3, True, True, True),
         )
     ]  # fmt: skip
-    best: list[Config] = []
-    cases = [prefill_case(8, 1024, 0), prefill_case(1, 128, 512), prefill_case(1, 300, 300, 16)]
-    for case in cases:
+    for case in (
+        prefill_case(8, 1024, 0), prefill_case(8, 1024, 0, page_size=16), prefill_case(8, 1024, 0, 16),
+        prefill_case(4, 512, 1536), prefill_case(1, 4096, 0), prefill_case(1, 300, 300),
+        prefill_case(1, 300, 300, 16, 16), prefill_case(1, 128, 512), prefill_case(1, 64, 512, 16),
+        prefill_case(1, 256, 16128),
+    ):  # fmt: skip
         problem = Problem(case)
-        ranked = sweep(report, problem, configs, prefill_call)
-        best += [config for config in ranked[:top] if config not in best]
+        sweep(report, problem, configs, prefill_call)
         for backend in ("fa2", "fa3"):
             us = report.add(problem, f"FlashInfer {backend}", partial(flashinfer_call, problem, backend))
             print(f"  FlashInfer {backend} {us:.1f}", flush=True)
-    for case in (
-        prefill_case(8, 1024, 0, page_size=16), prefill_case(8, 1024, 0, 16), prefill_case(4, 512, 1536),
-        prefill_case(1, 4096, 0), prefill_case(1, 300, 300), prefill_case(1, 300, 300, 16, 16),
-    ):  # fmt: skip
-        sweep(report, Problem(case), best, prefill_call)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", choices=("decode", "prefill"))
-    parser.add_argument("--top", type=int, default=3, help="variants that go on to the other cases")
     args = parser.parse_args()
     report, facts = Report(), machine()
     print(facts, flush=True)
     for name, run in (("decode", sweep_decode), ("prefill", sweep_prefill)):
         if args.only in (None, name):
             try:
-                run(report, args.top)
+                run(report)
             finally:
                 args.json.write_text(json.dumps({"machine": facts, "rows": report.rows}, indent=1))
     for row in report.rows:

@@ -124,13 +124,23 @@ def decode(problem: Problem, rounds: int = 2, max_rows: int = 300, **config: Any
 
 
 def prefill(problem: Problem, min_tokens: int = 1, **config: Any) -> Tensor:
-    from mizzen.kernels.triton.prefill_attention import PrefillConfig, paged_prefill
+    from mizzen.kernels.triton.prefill_attention import PagedPrefill, PrefillConfig
 
+    _, page_size, kv_heads, head_dim = problem.k.shape
+    num_tokens, num_heads, _ = problem.q.shape
+    attention = PagedPrefill(
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_tokens=num_tokens,
+        max_rows=16,
+        device=problem.q.device,
+        config=PrefillConfig(**config),
+    )
+    attention.plan(num_tokens, problem.page_table, problem.row_slots, problem.seq_lens, problem.query_start, min_tokens)
     out = problem.poisoned()
-    paged_prefill(
-        problem.q, problem.k, problem.v, problem.page_table, problem.row_slots, problem.seq_lens, problem.query_start,
-        out, min_tokens=min_tokens, config=PrefillConfig(**config),
-    )  # fmt: skip
+    attention.forward(problem.q, problem.k, problem.v, out)
     return out
 
 
@@ -191,10 +201,16 @@ def test_prefill_equals_the_reference(device: torch.device, shape: tuple[int, in
         problem.check(prefill(problem, block_m=64, block_n=32, num_warps=4, num_stages=2))
 
 
+@pytest.mark.parametrize("one_loop", [True, False])
 @pytest.mark.parametrize(("block_m", "block_n", "prefetch"), [(16, 64, True), (32, 32, False), (128, 64, True)])
-def test_prefill_configurations_agree(device: torch.device, block_m: int, block_n: int, prefetch: bool) -> None:
+def test_prefill_configurations_agree(
+    device: torch.device, block_m: int, block_n: int, prefetch: bool, one_loop: bool
+) -> None:
     problem = Problem.random([(150, 150), (3, 260), (40, 300)], 6, 2, 64, 16, torch.float16, device)
-    problem.check(prefill(problem, block_m=block_m, block_n=block_n, prefetch=prefetch, num_warps=4, num_stages=2))
+    out = prefill(
+        problem, block_m=block_m, block_n=block_n, prefetch=prefetch, one_loop=one_loop, num_warps=4, num_stages=2
+    )
+    problem.check(out)
 
 
 def test_prefill_of_a_slice_of_rows_and_many_empty_ones(device: torch.device) -> None:
@@ -211,7 +227,7 @@ def test_prefill_of_a_slice_of_rows_and_many_empty_ones(device: torch.device) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
 def test_a_captured_step_serves_other_lengths(device: torch.device) -> None:
     from mizzen.kernels.triton.decode_attention import DecodeConfig, PagedDecode
-    from mizzen.kernels.triton.prefill_attention import paged_prefill
+    from mizzen.kernels.triton.prefill_attention import PagedPrefill
 
     def problem(rows: list[tuple[int, int]]) -> Problem:
         return Problem.random([*rows, (0, 2000)], 8, 2, 128, 16, torch.bfloat16, device)
@@ -221,14 +237,16 @@ def test_a_captured_step_serves_other_lengths(device: torch.device) -> None:
     attention = PagedDecode(
         num_heads=8, kv_heads=2, head_dim=128, page_size=16, max_rows=8, device=device, config=DecodeConfig()
     )
+    chunks = PagedPrefill(
+        num_heads=8, kv_heads=2, head_dim=128, page_size=16, max_tokens=102, max_rows=8, device=device
+    )
 
     def step() -> None:
-        attention.plan(first.page_table, first.row_slots, first.seq_lens, first.query_start)
+        rows = first.page_table, first.row_slots, first.seq_lens, first.query_start
+        attention.plan(*rows)
+        chunks.plan(102, *rows, min_tokens=2)
         attention.forward(first.q, first.k, first.v, out)
-        paged_prefill(
-            first.q, first.k, first.v, first.page_table, first.row_slots, first.seq_lens, first.query_start, out,
-            min_tokens=2,
-        )  # fmt: skip
+        chunks.forward(first.q, first.k, first.v, out)
 
     step()
     first.check(out)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mizzen.kernels.triton.decode_plan import plan_kernel, program_of, start_of
 from mizzen.kernels.triton.launch import pdl_options
 from mizzen.kernels.triton.paging import pages_of
 
@@ -69,9 +70,8 @@ class PagedDecode:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._rows = int32(max_rows + 1, 4)  # of decode row i: length, page table row, token, and nothing
-        self._shares = int32(
-            self._programs + 1, 4
-        )  # row, head, block, number of blocks; last: the total, a large share
+        # Of each program: record, head, block, blocks, length, slot, token; last: blocks in all, a large share.
+        self._shares = int32(self._programs + 1, 8)
         self._arrived = int32(max_rows * kv_heads)  # zero between launches
         parts = 2 * self._programs * self._group
         self._part_out = torch.empty((parts, head_dim), dtype=torch.float32, device=device)
@@ -86,7 +86,7 @@ class PagedDecode:
         rows = len(seq_lens)
         assert rows <= len(self._rows)
         self._page_table = page_table
-        _plan_kernel[(triton.cdiv(self._programs, _PLAN_PROGRAMS),)](
+        plan_kernel[(triton.cdiv(self._programs, _PLAN_PROGRAMS),)](
             row_slots,
             seq_lens,
             query_start,
@@ -134,6 +134,7 @@ class PagedDecode:
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             GROUP_PAD=max(16, triton.next_power_of_2(self._group)),
+            GROUP_LOAD=triton.next_power_of_2(self._group),
             HEAD_DIM=self._head_dim,
             HEAD_DIM_PAD=triton.next_power_of_2(self._head_dim),
             PAGE_SIZE=self._page_size,
@@ -152,76 +153,49 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs", "large_programs", "large_percent"])
-def _plan_kernel(
-    row_slots,
-    seq_lens,
-    query_start,
-    rows_out,
-    shares_out,
-    num_rows,
-    num_programs,
-    large_programs,
-    large_percent,
-    KV_HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+@triton.jit
+def _combine(
+    part_out,
+    part_stats,
+    first_program,
+    num_parts,
+    out,
+    out_head_stride,
+    GROUP: tl.constexpr,
+    GROUP_LOAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
 ):
-    """Each program finds the starts of PROGRAMS shares; the first also writes the rows' records and the total."""
-    row = tl.arange(0, ROWS)
-    planned = row < num_rows
-    length = tl.load(seq_lens + row, mask=planned, other=0)
-    slot = tl.load(row_slots + row, mask=planned, other=0)
-    token = tl.load(query_start + row, mask=planned, other=0)
-    planned = planned & (tl.load(query_start + row + 1, mask=planned, other=0) == token + 1)
-    blocks = tl.where(planned, tl.maximum(tl.cdiv(length, BLOCK_N), 1), 0)
-    end = tl.cumsum(blocks, 0) * KV_HEADS
-    total = tl.sum(blocks, 0) * KV_HEADS
-
-    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    large = total * large_percent // 100 // tl.maximum(large_programs, 1)
-    start = _start_of(program, total, large, large_programs, num_programs)
-    size = _start_of(program + 1, total, large, large_programs, num_programs) - start
-    before = end[None, :] <= start[:, None]  # [PROGRAMS, ROWS]: the row ends before the share starts
-    record = tl.sum((before & planned[None, :]).to(tl.int32), 1)
-    offset = start - tl.max(tl.where(before, end[None, :], 0), 1)  # blocks since the start of its row
-    at = row[None, :] == tl.sum(before.to(tl.int32), 1)[:, None]
-    row_blocks = tl.maximum(tl.sum(tl.where(at, blocks[None, :], 0), 1), 1)
-    here = program < num_programs
-    tl.store(shares_out + program * 4, record, mask=here)
-    tl.store(shares_out + program * 4 + 1, offset // row_blocks, mask=here)
-    tl.store(shares_out + program * 4 + 2, offset % row_blocks, mask=here)
-    tl.store(shares_out + program * 4 + 3, size, mask=here)
-    if tl.program_id(0) == 0:
-        tl.store(shares_out + num_programs * 4, total)
-        tl.store(shares_out + num_programs * 4 + 1, large)
-        place = (tl.cumsum(planned.to(tl.int32), 0) - 1) * 4
-        tl.store(rows_out + place, length, mask=planned)
-        tl.store(rows_out + place + 1, slot, mask=planned)
-        tl.store(rows_out + place + 2, token, mask=planned)
-
-
-@triton.jit
-def _start_of(program, total, large, large_programs, num_programs):
-    """The number of the first block of a program's share: large ones first, then as equal ones as can be."""
-    small = tl.maximum(program - large_programs, 0)
-    rest = total - large * large_programs
-    count = num_programs - large_programs
-    return large * tl.minimum(program, large_programs) + rest // count * small + tl.minimum(small, rest % count)
-
-
-@triton.jit
-def _program_of(block, total, large, large_programs, num_programs):
-    """The program whose share holds the block of that number."""
-    rest = total - large * large_programs
-    count = num_programs - large_programs
-    share = rest // count
-    extra = rest % count
-    small = block - large * large_programs
-    longer = extra * (share + 1)
-    program = tl.where(small < longer, small // (share + 1), extra + (small - longer) // tl.maximum(share, 1))
-    return tl.where(small < 0, block // tl.maximum(large, 1), large_programs + program)
+    """Adds up the parts of a (row, head), as many at once as registers hold: one after the other took 0.5 us each."""
+    PARTS: tl.constexpr = max(1, 32 // GROUP_LOAD)
+    index = tl.arange(0, PARTS)
+    member = tl.arange(0, GROUP_LOAD)
+    dim = tl.arange(0, HEAD_DIM_PAD)
+    tile_mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    maximum = tl.full([GROUP_LOAD], -1e30, tl.float32)
+    weight = tl.zeros([GROUP_LOAD], tl.float32)
+    acc = tl.zeros([GROUP_LOAD, HEAD_DIM_PAD], tl.float32)
+    for first in tl.range(0, num_parts, PARTS, num_stages=1):
+        # The first part is the last of its program's share, the others the first of theirs.
+        part = 2 * (first_program + first + index) + tl.where(first + index == 0, 1, 0)
+        row = part[:, None] * GROUP + member[None, :]  # [PARTS, GROUP_LOAD]
+        mask = (first + index < num_parts)[:, None] & (member < GROUP)[None, :]
+        part_maximum = tl.load(part_stats + row * 2, mask=mask, other=-1e30, cache_modifier=".cg")
+        part_weight = tl.load(part_stats + row * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(
+            part_out + row[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=mask[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
+        shrink = tl.exp2(maximum - new_maximum)
+        grow = tl.exp2(part_maximum - new_maximum[None, :])
+        weight = weight * shrink + tl.sum(part_weight * grow, 0)
+        acc = acc * shrink[:, None] + tl.sum(part_acc * grow[:, :, None], 0)
+        maximum = new_maximum
+    result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
+    tl.store(out + member[:, None] * out_head_stride + dim[None, :], result.to(out.dtype.element_ty), mask=tile_mask)
 
 
 @triton.jit(do_not_specialize=["num_programs", "large_programs"])
@@ -250,6 +224,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    GROUP_LOAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -258,16 +233,16 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
-    record = tl.load(shares + program * 4)
-    head = tl.load(shares + program * 4 + 1)
-    block = tl.load(shares + program * 4 + 2)
-    left = tl.load(shares + program * 4 + 3)
-    total = tl.load(shares + num_programs * 4)
-    large = tl.load(shares + num_programs * 4 + 1)
-    number = _start_of(program, total, large, large_programs, num_programs)
-    length = tl.load(rows + record * 4)
-    slot = tl.load(rows + record * 4 + 1)
-    token = tl.load(rows + record * 4 + 2)
+    record = tl.load(shares + program * 8)
+    head = tl.load(shares + program * 8 + 1)
+    block = tl.load(shares + program * 8 + 2)
+    left = tl.load(shares + program * 8 + 3)
+    length = tl.load(shares + program * 8 + 4)
+    slot = tl.load(shares + program * 8 + 5)
+    token = tl.load(shares + program * 8 + 6)
+    total = tl.load(shares + num_programs * 8)
+    large = tl.load(shares + num_programs * 8 + 1)
+    number = start_of(program, total, large, large_programs, num_programs)
 
     dim = tl.arange(0, HEAD_DIM_PAD)
     member = tl.arange(0, GROUP_PAD)
@@ -286,7 +261,8 @@ def _decode_kernel(
         counter = arrived + record * KV_HEADS + head
         row_blocks = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
         taken = tl.minimum(left, row_blocks - block)
-        query_head = head * GROUP + member
+        first_head = head * GROUP
+        query_head = first_head + member
         queries = tl.load(q_token + query_head[:, None] * q_head_stride + dim[None, :], mask=tile_mask, other=0.0)
         k_head = k_cache + head * kv_head_stride
         v_head = v_cache + head * kv_head_stride
@@ -331,44 +307,29 @@ def _decode_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
             maximum = new_maximum
 
-        done = taken == row_blocks
-        if taken < row_blocks:
-            part = (2 * program + tl.where(block == 0, 1, 0)) * GROUP
-            tl.store(part_out + part * HEAD_DIM + part_offset, acc, mask=tile_mask)
-            tl.store(part_stats + (part + member) * 2, maximum, mask=member < GROUP)
-            tl.store(part_stats + (part + member) * 2 + 1, weight, mask=member < GROUP)
-            start = number - block
-            first_program = _program_of(start, total, large, large_programs, num_programs)
-            last_program = _program_of(start + row_blocks - 1, total, large, large_programs, num_programs)
-            num_parts = last_program - first_program + 1
-            tl.debug_barrier()  # all threads' stores come before the one thread's release
-            done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
-            if done:
-                tl.store(counter, 0)
-                maximum = tl.full([GROUP_PAD], -1e30, tl.float32)
-                weight = tl.zeros([GROUP_PAD], tl.float32)
-                acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
-                for index in tl.range(0, num_parts, num_stages=3):
-                    part = (2 * (first_program + index) + tl.where(index == 0, 1, 0)) * GROUP
-                    stats = part_stats + (part + member) * 2
-                    part_max = tl.load(stats, mask=member < GROUP, other=-1e30, cache_modifier=".cg")
-                    part_weight = tl.load(stats + 1, mask=member < GROUP, other=0.0, cache_modifier=".cg")
-                    part_acc = tl.load(
-                        part_out + part * HEAD_DIM + part_offset, mask=tile_mask, other=0.0, cache_modifier=".cg"
-                    )
-                    new_maximum = tl.maximum(maximum, part_max)
-                    shrink = tl.exp2(maximum - new_maximum)
-                    grow = tl.exp2(part_max - new_maximum)
-                    acc = acc * shrink[:, None] + part_acc * grow[:, None]
-                    weight = weight * shrink + part_weight * grow
-                    maximum = new_maximum
-        if done:
+        if taken == row_blocks:
             result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
             tl.store(
                 out_token + query_head[:, None] * out_head_stride + dim[None, :],
                 result.to(out.dtype.element_ty),
                 mask=tile_mask,
             )
+        else:
+            part = (2 * program + tl.where(block == 0, 1, 0)) * GROUP
+            tl.store(part_out + part * HEAD_DIM + part_offset, acc, mask=tile_mask)
+            tl.store(part_stats + (part + member) * 2, maximum, mask=member < GROUP)
+            tl.store(part_stats + (part + member) * 2 + 1, weight, mask=member < GROUP)
+            start = number - block
+            first_program = program_of(start, total, large, large_programs, num_programs)
+            last_program = program_of(start + row_blocks - 1, total, large, large_programs, num_programs)
+            num_parts = last_program - first_program + 1
+            tl.debug_barrier()  # all threads' stores come before the one thread's release
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(counter, 0)
+                _combine(
+                    part_out, part_stats, first_program, num_parts, out_token + first_head * out_head_stride,
+                    out_head_stride, GROUP, GROUP_LOAD, HEAD_DIM, HEAD_DIM_PAD,
+                )  # fmt: skip
         number += taken
         left -= taken
         block = 0

@@ -1,13 +1,14 @@
-"""Paged, causal attention of rows with several new tokens, its grid known from the number of tokens and rows alone.
+"""Paged, causal attention of rows with several new tokens; its grid follows from the number of tokens and rows alone.
 
 A tile is BLOCK_M (token, query head) pairs of one row and KV head, so that the query heads of a group read keys and
 values once, and a chunk of a few tokens fills the tensor cores. Row r's tiles begin at number
-query_start[r] * group // BLOCK_M + r: that leaves room for all of them and needs no prefix sum (the idea is vLLM's),
-so a program finds its row with one look at query_start.
+query_start[r] * group // BLOCK_M + r: that leaves room for all of them and needs no prefix sum (the idea is vLLM's).
+``plan`` (once a step) writes down each tile's row, so that no layer has to look for it.
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,87 +17,162 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mizzen.kernels.triton.launch import pdl_options
 from mizzen.kernels.triton.paging import pages_of
 
+_PLAN_TILES = 16  # that one program of the plan describes
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
+    """``pdl``: launch while the kernel before still runs (sm90)."""
+
     block_m: int = 128
     block_n: int = 64
     num_warps: int = 8
     num_stages: int = 3
     prefetch: bool = True
+    one_loop: bool = True
     pdl: bool = False
 
 
-def paged_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    row_slots: Tensor,
-    seq_lens: Tensor,
-    query_start: Tensor,
-    out: Tensor,
-    *,
-    min_tokens: int = 1,
-    config: PrefillConfig | None = None,
-) -> None:
-    """Row r's tokens [query_start[r], query_start[r + 1]) are the last of its seq_lens[r] keys.
+class PagedPrefill:
+    """Row r's tokens [query_start[r], query_start[r + 1]) are the last of its seq_lens[r] keys. q, out: [T, heads, D]
+    bf16 or fp16; caches: [pages, page_size, KV heads, D]. Page sizes are powers of two."""
 
-    q, out: [T, heads, D] bf16 or fp16; caches: [pages, page_size, KV heads, D]; page_table [slots, max_pages],
-    row_slots [R], seq_lens [R], query_start [R + 1], all int32. Rows with fewer than ``min_tokens`` tokens are left
-    alone (2 leaves decode rows to another kernel). Page sizes are powers of two.
-    """
-    _, page_size, kv_heads, head_dim = k_cache.shape
-    num_tokens, num_heads, _ = q.shape
-    assert page_size & (page_size - 1) == 0
-    assert k_cache.stride() == v_cache.stride()
-    assert q.stride(2) == out.stride(2) == k_cache.stride(3) == 1
-    group, rows = num_heads // kv_heads, len(seq_lens)
-    config = config or PrefillConfig()
-    _prefill_kernel[(kv_heads, num_tokens * group // config.block_m + rows)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        page_table,
-        row_slots,
-        seq_lens,
-        query_start,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        page_table.stride(0),
-        head_dim**-0.5 * 1.4426950408889634,  # exp(x) = exp2(x * log2(e))
-        rows,
-        min_tokens,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-        PAGE_SIZE=page_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        PREFETCH=config.prefetch,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **pdl_options(q.device, config.pdl),
-    )
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        max_tokens: int,
+        max_rows: int,
+        device: torch.device,
+        config: PrefillConfig | None = None,
+    ) -> None:
+        assert num_heads % kv_heads == 0
+        assert page_size & (page_size - 1) == 0
+        self._kv_heads, self._head_dim, self._page_size = kv_heads, head_dim, page_size
+        self._group = num_heads // kv_heads
+        self._scale = head_dim**-0.5 * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
+        self._config = config or PrefillConfig()
+        self._page_table: Tensor
+        self._num_tiles = 0
+        # Of each tile: number in its row (-1: no tile), first token and number of tokens of the row, length, slot.
+        self._tiles = torch.zeros((self._tiles_of(max_tokens, max_rows), 8), dtype=torch.int32, device=device)
+
+    def _tiles_of(self, tokens: int, rows: int) -> int:
+        return tokens * self._group // self._config.block_m + rows
+
+    def plan(
+        self,
+        num_tokens: int,
+        page_table: Tensor,
+        row_slots: Tensor,
+        seq_lens: Tensor,
+        query_start: Tensor,
+        min_tokens: int = 1,
+    ) -> None:
+        """page_table [slots, max_pages], row_slots [R], seq_lens [R], query_start [R + 1], all int32; ``num_tokens``:
+        at least query_start[R] - query_start[0]. Rows with fewer than ``min_tokens`` tokens are left to other kernels.
+
+        With PDL, the plan must not be the launch just ahead of the first ``forward``.
+        """
+        rows = len(seq_lens)
+        self._page_table = page_table
+        self._num_tiles = self._tiles_of(num_tokens, rows)
+        assert self._num_tiles <= len(self._tiles)
+        _plan_kernel[(triton.cdiv(self._num_tiles, _PLAN_TILES),)](
+            row_slots,
+            seq_lens,
+            query_start,
+            self._tiles,
+            rows,
+            self._num_tiles,
+            min_tokens,
+            GROUP=self._group,
+            BLOCK_M=self._config.block_m,
+            ROWS=max(16, triton.next_power_of_2(rows)),
+            TILES=_PLAN_TILES,
+            num_warps=8,
+        )
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Writes out's planned tokens; others are left alone."""
+        assert k_cache.stride() == v_cache.stride()
+        assert q.stride(2) == out.stride(2) == k_cache.stride(3) == 1
+        assert k_cache.shape[1:] == (self._page_size, self._kv_heads, self._head_dim)
+        config = self._config
+        _prefill_kernel[(self._kv_heads, self._num_tiles)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            self._page_table,
+            self._tiles,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            self._page_table.stride(0),
+            self._scale,
+            GROUP=self._group,
+            HEAD_DIM=self._head_dim,
+            HEAD_DIM_PAD=triton.next_power_of_2(self._head_dim),
+            PAGE_SIZE=self._page_size,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            PREFETCH=config.prefetch,
+            ONE_LOOP=config.one_loop,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **pdl_options(q.device, config.pdl),
+        )
 
 
-@triton.jit(do_not_specialize=["num_rows", "min_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "min_tokens"])
+def _plan_kernel(
+    row_slots,
+    seq_lens,
+    query_start,
+    tiles_out,
+    num_rows,
+    num_tiles,
+    min_tokens,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    rows = tl.arange(0, ROWS)
+    base = tl.load(query_start)
+    starts = (tl.load(query_start + rows, mask=rows < num_rows, other=0) - base) * GROUP // BLOCK_M + rows
+    reached = (rows < num_rows)[None, :] & (starts[None, :] <= tile[:, None])
+    row = tl.sum(reached.to(tl.int32), 1) - 1
+    begin = tl.load(query_start + row)
+    num_tokens = tl.load(query_start + row + 1) - begin
+    # The last tile of a row has the most keys: it goes first.
+    place = tl.cdiv(num_tokens * GROUP, BLOCK_M) - 1 - (tile - row - (begin - base) * GROUP // BLOCK_M)
+    here = tile < num_tiles
+    record = tiles_out + tile * 8
+    tl.store(record, tl.where(num_tokens < min_tokens, -1, place), mask=here)
+    tl.store(record + 1, begin, mask=here)
+    tl.store(record + 2, num_tokens, mask=here)
+    tl.store(record + 3, tl.load(seq_lens + row), mask=here)
+    tl.store(record + 4, tl.load(row_slots + row), mask=here)
+
+
+@triton.jit
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
     out,
     page_table,
-    row_slots,
-    seq_lens,
-    query_start,
+    tiles,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -106,34 +182,26 @@ def _prefill_kernel(
     kv_head_stride,
     table_stride,
     scale,
-    num_rows,
-    min_tokens,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    base = tl.load(query_start)
-    tiles_start = (tl.load(query_start + rows, mask=rows < num_rows, other=0) - base) * GROUP // BLOCK_M + rows
-    row = tl.sum(((rows < num_rows) & (tiles_start <= tile)).to(tl.int32), 0) - 1
-    begin = tl.load(query_start + row)
-    num_tokens = tl.load(query_start + row + 1) - begin
-    num_tiles = tl.cdiv(num_tokens * GROUP, BLOCK_M)
-    # The last tile of a row has the most keys: it goes first.
-    tile = num_tiles - 1 - (tile - row - (begin - base) * GROUP // BLOCK_M)
-    if (tile < 0) | (num_tokens < min_tokens):
+    record = tiles + tl.program_id(1) * 8
+    tile = tl.load(record)
+    begin = tl.load(record + 1)
+    num_tokens = tl.load(record + 2)
+    length = tl.load(record + 3)
+    slot = tl.load(record + 4)
+    if tile < 0:
         return
-    length = tl.load(seq_lens + row)
-    table = page_table + tl.load(row_slots + row).to(tl.int64) * table_stride
-
+    table = page_table + slot.to(tl.int64) * table_stride
     member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = member // GROUP
     query_head = head * GROUP + member % GROUP
@@ -147,9 +215,9 @@ def _prefill_kernel(
         # What is read above was written before the kernel before this one started.
         gdc_wait()
         gdc_launch_dependents()
-    rows_token = (begin + token).to(tl.int64)[:, None]
+    row_token = (begin + token).to(tl.int64)[:, None]
     queries = tl.load(
-        q + rows_token * q_token_stride + query_head[:, None] * q_head_stride + dim[None, :], mask=tile_mask, other=0.0
+        q + row_token * q_token_stride + query_head[:, None] * q_head_stride + dim[None, :], mask=tile_mask, other=0.0
     )
     k_head = k_cache + head * kv_head_stride
     v_head = v_cache + head * kv_head_stride
@@ -163,17 +231,23 @@ def _prefill_kernel(
     maximum = tl.full([BLOCK_M], -1e30, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
-    acc, weight, maximum = _attend(
-        queries, k_head, v_head, table, acc, weight, maximum, position, 0, plain_end, num_keys, page_stride,
-        slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, False,
-    )  # fmt: skip
-    acc, weight, maximum = _attend(
-        queries, k_head, v_head, table, acc, weight, maximum, position, plain_end, num_keys, num_keys, page_stride,
-        slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, True,
-    )  # fmt: skip
+    if ONE_LOOP:
+        acc, weight = _attend(
+            queries, k_head, v_head, table, acc, weight, maximum, position, 0, num_keys, num_keys, plain_end,
+            page_stride, slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, 2,
+        )[:2]  # fmt: skip
+    else:
+        acc, weight, maximum = _attend(
+            queries, k_head, v_head, table, acc, weight, maximum, position, 0, plain_end, num_keys, plain_end,
+            page_stride, slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, 0,
+        )  # fmt: skip
+        acc, weight, maximum = _attend(
+            queries, k_head, v_head, table, acc, weight, maximum, position, plain_end, num_keys, num_keys, plain_end,
+            page_stride, slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, 1,
+        )  # fmt: skip
     result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
     tl.store(
-        out + rows_token * out_token_stride + query_head[:, None] * out_head_stride + dim[None, :],
+        out + row_token * out_token_stride + query_head[:, None] * out_head_stride + dim[None, :],
         result.to(out.dtype.element_ty),
         mask=tile_mask,
     )
@@ -192,6 +266,7 @@ def _attend(
     start,
     end,
     num_keys,
+    plain_end,
     page_stride,
     slot_stride,
     scale,
@@ -202,9 +277,9 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PREFETCH: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASK: tl.constexpr,
 ):
-    """Keys [start, end) in blocks; only where MASKED may there be keys that some token does not see."""
+    """Keys [start, end) in blocks. MASK: 0 never, 1 always, 2 from plain_end on."""
     next_page = pages_of(table, start, num_keys, column, PAGE_SIZE, BLOCK_N)
     for first in tl.range(start, end, BLOCK_N):
         if PREFETCH:
@@ -214,7 +289,7 @@ def _attend(
             page = pages_of(table, first, num_keys, column, PAGE_SIZE, BLOCK_N)
         offset = page.to(tl.int64) * page_stride + ((first + column) % PAGE_SIZE) * slot_stride
         offset = offset[:, None] + dim[None, :]
-        if MASKED or HEAD_DIM != HEAD_DIM_PAD:
+        if MASK > 0 or HEAD_DIM != HEAD_DIM_PAD:
             mask = (first + column < num_keys)[:, None] & (dim < HEAD_DIM)[None, :]
             k = tl.load(k_head + offset, mask=mask, other=0.0)
             v = tl.load(v_head + offset, mask=mask, other=0.0)
@@ -222,8 +297,11 @@ def _attend(
             k = tl.load(k_head + offset)
             v = tl.load(v_head + offset)
         scores = tl.dot(queries, tl.trans(k))
-        if MASKED:
+        if MASK == 1:
             scores = tl.where((first + column)[None, :] <= position[:, None], scores, float("-inf"))
+        if MASK == 2:  # noqa: SIM102  this one is decided when compiling, the other when running
+            if first >= plain_end:
+                scores = tl.where((first + column)[None, :] <= position[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         shrink = tl.exp2(maximum - new_maximum)
