@@ -64,15 +64,15 @@ class EngineConfig(msgspec.Struct, frozen=True):
     device: Literal["cpu", "cuda"]
     tensor_parallel_size: int
     overlap_depth: int
-    graph_rows: int  # the largest decode-only batch with a CUDA graph; 0: no graphs
-    graph_mixed_tokens: int  # likewise of tokens in steps that prefill too
-    kernels_off: tuple[str, ...]  # fused kernels to replace by their torch twins
     attention_backend: str
     threads: int  # intra-op threads of each rank on the CPU
     seed: int
     cache: CacheConfig
     scheduler: SchedulerConfig
     model: ModelConfigSource
+    graph_rows: int = 0  # the largest decode-only batch with a CUDA graph; 0: no graphs
+    graph_mixed_tokens: int = 0  # likewise of tokens in steps that prefill too
+    kernels_off: tuple[str, ...] = ()  # fused kernels to replace by their torch twins
 
 
 class LogConfig(msgspec.Struct, frozen=True):
