@@ -206,7 +206,7 @@ def bench_sampler(rows: int) -> None:
     moved = logits[0].nbytes
     case = sampling_case(rows)
     for (block, per_thread), pdl in itertools.product(
-        ((2048, 16), (4096, 16), (4096, 32), (8192, 32), (8192, 64), (16384, 32)), (False, True)
+        ((1024, 32), (2048, 32), (2048, 16), (4096, 16), (4096, 32), (4096, 64), (8192, 32), (8192, 64)), (False, True)
     ):
         warps = block // per_thread // 32
         record(
@@ -216,6 +216,22 @@ def bench_sampler(rows: int) -> None:
             lambda i, b=block, w=warps, p=pdl: sampling.sample_tokens(
                 pick(logits, i), *case, pdl=p, block=b, num_warps=w
             ),
+            moved,
+        )
+    for warps in (4, 8, 16):
+        record(
+            "sampler",
+            str(rows),
+            f"draw warps {warps}",
+            lambda i, w=warps: sampling.sample_tokens(pick(logits, i), *case, draw_warps=w),
+            moved,
+        )
+        other = sampling_case(rows, top_k=20, top_p=0.95)
+        record(
+            "sampler",
+            str(rows),
+            f"top_k warps {warps}",
+            lambda i, w=warps, c=other: sampling.sample_tokens(pick(logits, i), *c, filtered=True, top_k_warps=w),
             moved,
         )
     for name, flags, changes in (
@@ -297,6 +313,8 @@ def bench_chain(model: str, tokens: int) -> None:
         ("twins", twins),
         ("fused", lambda: fused(False)),
         ("fused, PDL", lambda: fused(True)),
+        ("fused again", lambda: fused(False)),
+        ("fused, PDL again", lambda: fused(True)),
     ):
         graph = capture(body)
         try:

@@ -28,7 +28,7 @@ def _silu_mul_kernel(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.con
     tl.store(out + row * SIZE + columns, (activated * up).to(dtype), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, *, pdl: bool = True, block: int = BLOCK, num_warps: int | None = None) -> Tensor:
+def silu_mul(gate_up: Tensor, *, pdl: bool = False, block: int = BLOCK, num_warps: int | None = None) -> Tensor:
     """gate_up [T, 2 * I], gates first, rows contiguous -> silu(gate) * up [T, I]"""
     assert gate_up.stride(1) == 1
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2

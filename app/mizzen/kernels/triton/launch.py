@@ -18,9 +18,13 @@ def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def pdl_options(device: torch.device, pdl: bool = True) -> dict[str, Any]:
-    """Keyword arguments for the launch of a kernel that has a ``PDL`` constexpr."""
-    return {"PDL": True, "launch_pdl": True} if pdl and _has_pdl(device) else {"PDL": False}
+def pdl_options(device: torch.device, pdl: bool) -> dict[str, Any]:
+    """Keyword arguments for the launch of a kernel that has a ``PDL`` constexpr: it lets the next kernel in early, and,
+    with ``pdl``, starts early itself. Behind cuBLAS that costs 0.2 to 0.5 us a kernel, as cuBLAS lets nobody in early
+    (docs/performance.md, "Fused kernels"): it is for kernels that follow one of ours."""
+    if not _has_pdl(device):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": pdl}
 
 
 def warps_for(elements: int, per_thread: int) -> int:

@@ -48,14 +48,14 @@ def _norm_kernel(
     tl.store(out + row * SIZE + offsets, normed.to(dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True, num_warps: int | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False, num_warps: int | None = None) -> Tensor:
     """x [..., H], its last dimension contiguous; weight [H] -> [..., H]"""
     rows = x.reshape(-1, x.shape[-1])
     return _launch(rows, None, weight, eps, pdl, num_warps).view(x.shape)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = True, num_warps: int | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False, num_warps: int | None = None
 ) -> Tensor:
     """x [T, H] is added to residual [T, H], contiguous, in place; returns the norm of the sum [T, H]."""
     assert residual.is_contiguous()

@@ -50,7 +50,7 @@ def prepare_decode(
     positions: Tensor,
     kv_slots: Tensor,
     *,
-    pdl: bool = True,
+    pdl: bool = False,
 ) -> None:
     """slots and seq_lens [R] int, the step's token counted; token_table [slots, L] and page_table [slots, P] int32.
     Fills token_ids, positions and kv_slots [R] int64. Rows that only pad a graph name a slot kept for them, with a

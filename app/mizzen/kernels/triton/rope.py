@@ -97,7 +97,7 @@ def qk_norm_rope_write_kv(
     k_weight: Tensor | None,
     eps: float,
     *,
-    pdl: bool = True,
+    pdl: bool = False,
     heads: int = HEADS,
     num_warps: int | None = None,
 ) -> Tensor:

@@ -20,7 +20,7 @@ from mizzen.kernels.triton.top_p import draw_top_p
 # Vocabulary entries a program of the first kernel reads. Measured: docs/performance.md, "Sampler".
 BLOCK = 4096
 PER_THREAD = 32
-DRAW_WARPS = 8
+DRAW_WARPS = 4
 TOP_K_WARPS = 8
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
@@ -261,7 +261,7 @@ def sample_tokens(
         GROUP=group,
         BLOCK=block,
         num_warps=num_warps or warps_for(block, PER_THREAD),
-        **options,
+        **pdl_options(logits.device, False),  # it follows the output head's GEMM
     )
     if min_p:
         _kept_sums_kernel[(num_blocks, num_rows)](
@@ -336,7 +336,7 @@ def logprobs(logits: Tensor, indices: Tensor, token_ids: Tensor, *, pdl: bool = 
             GROUP=0,
             BLOCK=BLOCK,
             num_warps=warps_for(BLOCK, PER_THREAD),
-            **options,
+            **pdl_options(logits.device, False),
         )
         _logprobs_kernel[(num_rows,)](
             logits,

@@ -2,7 +2,7 @@
 threshold, and, of the tokens that equal it, the first few in the order of the vocabulary.
 
 Thresholds are found two bits at a time, in passes of one program over its row.
-Slower than kernels/triton/top_k.py, and many times faster than sorting a vocabulary (docs/performance.md, "Sampler").
+Slower than kernels/triton/top_k.py (docs/performance.md, "Sampler"), but the host need not look at anything.
 """
 
 import torch
