@@ -11,10 +11,16 @@ BACKENDS = {"sdpa": "mizzen.attention.sdpa:SdpaBackend", "triton": "mizzen.atten
 
 
 def make_attention(
-    name: str, kv: KVTensors, *, num_heads: int, device: torch.device, max_rows: int = 256
+    name: str,
+    kv: KVTensors,
+    *,
+    num_heads: int,
+    device: torch.device,
+    max_rows: int = 256,
+    max_tokens: int = 8192,
 ) -> AttentionBackend:
     """``name``: a key of BACKENDS, or "auto", which chooses by device; ``num_heads``: this rank's query heads;
-    ``max_rows``: the most rows of a batch. Raises ConfigError for a name that does not exist."""
+    ``max_rows``, ``max_tokens``: the most of a batch. Raises ConfigError for a name that does not exist."""
     chosen = {"cpu": "sdpa", "cuda": "triton"}[device.type] if name == "auto" else name
     if chosen not in BACKENDS:
         raise ConfigError(
@@ -23,5 +29,5 @@ def make_attention(
         )
     module, _, attribute = BACKENDS[chosen].partition(":")
     backend = getattr(importlib.import_module(module), attribute)
-    made: AttentionBackend = backend(kv, num_heads=num_heads, max_rows=max_rows, device=device)
+    made: AttentionBackend = backend(kv, num_heads=num_heads, max_rows=max_rows, max_tokens=max_tokens, device=device)
     return made

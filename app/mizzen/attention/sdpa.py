@@ -40,7 +40,7 @@ class _Prefill:
 
 
 class SdpaBackend:
-    def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> None:
         _, self._page_size, self._kv_heads, self._head_dim = kv.k[0].shape
         self.kv = kv
         self._heads = num_heads

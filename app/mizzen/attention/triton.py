@@ -5,43 +5,32 @@ from torch import Tensor
 
 from mizzen.attention.base import Batch, KVTensors
 from mizzen.kernels.triton.decode_attention import PagedDecode
-from mizzen.kernels.triton.prefill_attention import paged_prefill
+from mizzen.kernels.triton.prefill_attention import PagedPrefill
 
 
 class TritonBackend:
     """Rows with one token go through the decode kernel, rows with more through the prefill kernel."""
 
-    def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> None:
         _, page_size, kv_heads, head_dim = kv.k[0].shape
         self.kv = kv
-        self._batch: Batch
-        self._decode = PagedDecode(
-            num_heads=num_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            max_rows=max_rows,
-            device=device,
-        )
+        self._has_prefill = False
+        shape = {"num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+        self._decode = PagedDecode(**shape, max_rows=max_rows, device=device)
+        self._prefill = PagedPrefill(**shape, max_rows=max_rows, max_tokens=max_tokens, device=device)
 
     def plan(self, batch: Batch) -> None:
-        self._batch = batch
+        self._has_prefill = batch.num_decode_rows < len(batch.row_slots)
         self._decode.plan(batch.page_table, batch.row_slots, batch.seq_lens, batch.query_start)
+        if self._has_prefill:
+            self._prefill.plan(
+                len(batch.token_ids), batch.page_table, batch.row_slots, batch.seq_lens, batch.query_start, 2
+            )
 
     def forward(self, q: Tensor, layer: int) -> Tensor:
-        batch, k_cache, v_cache = self._batch, self.kv.k[layer], self.kv.v[layer]
+        k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode.forward(q, k_cache, v_cache, out)
-        if batch.num_decode_rows < len(batch.row_slots):
-            paged_prefill(
-                q,
-                k_cache,
-                v_cache,
-                batch.page_table,
-                batch.row_slots,
-                batch.seq_lens,
-                batch.query_start,
-                out,
-                min_tokens=2,
-            )
+        if self._has_prefill:
+            self._prefill.forward(q, k_cache, v_cache, out)
         return out.flatten(1)

@@ -142,7 +142,12 @@ class _Builder:
         )
         rows = config.scheduler.max_running_requests
         attention = make_attention(
-            config.attention_backend, kv, num_heads=network.num_heads, device=platform.device, max_rows=rows
+            config.attention_backend,
+            kv,
+            num_heads=network.num_heads,
+            device=platform.device,
+            max_rows=rows,
+            max_tokens=max(config.scheduler.max_batch_tokens, config.graph_mixed_tokens),
         )
         eager = EagerExecutor(network, attention, state)
         if report is None or not config.graph_rows:
