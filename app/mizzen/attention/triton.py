@@ -15,9 +15,23 @@ class TritonBackend:
         _, page_size, kv_heads, head_dim = kv.k[0].shape
         self.kv = kv
         self._has_prefill = False
-        shape = {"num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
-        self._decode = PagedDecode(**shape, max_rows=max_rows, device=device)
-        self._prefill = PagedPrefill(**shape, max_rows=max_rows, max_tokens=max_tokens, device=device)
+        self._decode = PagedDecode(
+            num_heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            max_rows=max_rows,
+            device=device,
+        )
+        self._prefill = PagedPrefill(
+            num_heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            device=device,
+        )
 
     def plan(self, batch: Batch) -> None:
         self._has_prefill = batch.num_decode_rows < len(batch.row_slots)
