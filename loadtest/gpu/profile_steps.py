@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.offline import parse_setting
-from mizzen import LLM, SamplingParams
+from loadtest.offline import parse_setting, sampling, workload
+from mizzen import LLM
 from mizzen.engine.local_ranks import EPOCH
 from mizzen.ipc.messages import GenerateRequest
 
@@ -39,14 +39,19 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=560)
+    parser.add_argument("--offline", action="store_true", help="the offline benchmark's requests, whatever --rows says")
+    parser.add_argument("--skip", type=int, default=40, help="steps before the profiled ones")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     llm = LLM(args.model, load_format="dummy", **dict(map(parse_setting, args.set)))
-    source = random.Random(0)
-    prompts = [[source.randint(0, 10_000) for _ in range(args.prompt)] for _ in range(args.rows)]
-    params = SamplingParams(temperature=0.6, max_tokens=args.steps + 60, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
+    if args.offline:
+        prompts, lengths = workload(0)
+    else:
+        source = random.Random(0)
+        prompts = [[source.randint(0, 10_000) for _ in range(args.prompt)] for _ in range(args.rows)]
+        lengths = [args.skip + args.steps + 20] * args.rows
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         llm._inbox.send(
             GenerateRequest(
                 request_id=f"profiled-{number}",
@@ -54,11 +59,11 @@ def main() -> None:
                 api=0,
                 epoch=EPOCH,
                 token_ids=np.array(prompt, np.int32).tobytes(),
-                sampling=params,
+                sampling=sampling(length),
                 arrival_s=0.0,
             )
         )
-    while llm._loop.steps < 40:
+    while llm._loop.steps < args.skip:
         llm._turn()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]

@@ -90,7 +90,7 @@ def resolve(settings: Settings) -> Config:
             tensor_parallel_size=settings.tensor_parallel_size,
             overlap_depth=settings.overlap_depth,
             graph_rows=graph_rows(settings, device),
-            graph_mixed_tokens=settings.cuda_graph_mixed_tokens,
+            graph_mixed_tokens=graph_mixed_tokens(settings, device),
             kernels_off=tuple(name for name in settings.kernels_off.split(",") if name),
             attention_backend=settings.attention_backend,
             threads=threads(settings),
@@ -214,6 +214,13 @@ def graph_rows(settings: Settings, device: str) -> int:
     if device == "cpu":
         return 0
     return 256 if settings.cuda_graph_rows == "auto" else settings.cuda_graph_rows
+
+
+def graph_mixed_tokens(settings: Settings, device: str) -> int:
+    tokens = settings.cuda_graph_mixed_tokens
+    if device == "cpu" or settings.cuda_graph_rows == 0:
+        return 0
+    return batch_tokens(settings, device) if tokens == "auto" else tokens
 
 
 def batch_tokens(settings: Settings, device: str) -> int:

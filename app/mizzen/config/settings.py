@@ -119,8 +119,10 @@ class Settings(BaseSettings):
     cuda_graph_rows: Annotated[int, Ge(0), Le(1024)] | Auto = _setting(
         "auto", "Engine", "Largest decode batch that runs as a CUDA graph; 0 turns graphs off, auto is 256."
     )
-    cuda_graph_mixed_tokens: Annotated[int, Ge(0), Le(4096)] = _setting(
-        512, "Engine", "Likewise of tokens in steps that prefill too; 0 runs those without graphs."
+    cuda_graph_mixed_tokens: Annotated[int, Ge(0), Le(65_536)] | Auto = _setting(
+        "auto",
+        "Engine",
+        "Likewise of tokens in steps that prefill too; 0 runs those without graphs, auto is MIZZEN_MAX_BATCH_TOKENS.",
     )
     kernels_off: str = _setting(
         "",

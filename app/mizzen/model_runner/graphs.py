@@ -31,8 +31,15 @@ def decode_ladder(limit: int) -> list[int]:
     return [size for size in sizes if size < limit] + [limit]
 
 
-def mixed_ladder(limit: int, step: int = 64) -> list[int]:
-    return list(range(step, limit + 1, step))
+def mixed_ladder(limit: int) -> list[int]:
+    """Token counts: steps of 64 up to 512, where weights are read for few tokens, then doubling. A budget's steps are
+    mostly full, so the largest size is the budget itself."""
+    sizes = [*range(64, min(limit, 512) + 1, 64)]
+    size = 1024
+    while size < limit:
+        sizes.append(size)
+        size *= 2
+    return [size for size in sizes if size < limit] + [limit] if limit else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,17 @@ _PLAN_PROGRAMS = 16  # shares that one program of the plan finds
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """``programs_per_sm``: shares a multiprocessor; ``tail_percent``: of the work, that is cut into as many shares
-    again, small ones, for whoever is free first; ``pdl``: launch while the kernel before still runs (sm90)."""
+    """Measured on an H200: docs/performance.md, "Decode attention"."""
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    programs_per_sm: int = 2
-    prefetch: bool = True
-    max_registers: int | None = None
-    tail_percent: int = 0
-    pdl: bool = False
+    programs_per_sm: int = 3
+    # Multiprocessors are not equally fast: of the work, this much is cut into as many shares again, small ones, for those
+    # that are free first. Only from so many (row, KV head) pairs a multiprocessor on; with fewer it costs more than it gives.
+    tail_percent: int = 8
+    tail_from: int = 4
+    pdl: bool = True  # launch while the kernel before still runs (sm90)
 
 
 class PagedDecode:
@@ -59,11 +59,8 @@ class PagedDecode:
         self._group = num_heads // kv_heads
         self._scale = head_dim**-0.5 * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
         self._config = config or DecodeConfig()
-        self._programs = _num_multiprocessors(device) * self._config.programs_per_sm
-        self._large_programs = 0
-        if self._config.tail_percent:
-            self._large_programs = self._programs
-            self._programs *= 2
+        self._multiprocessors = _num_multiprocessors(device)
+        self._programs = self._large_programs = 0  # of the step that is planned
         self._page_table: Tensor
 
         def int32(*shape: int) -> Tensor:
@@ -71,9 +68,10 @@ class PagedDecode:
 
         self._rows = int32(max_rows + 1, 4)  # of decode row i: length, page table row, token, and nothing
         # Of each program: record, head, block, blocks, length, slot, token; last: blocks in all, a large share.
-        self._shares = int32(self._programs + 1, 8)
+        max_programs = 2 * self._multiprocessors * self._config.programs_per_sm
+        self._shares = int32(max_programs + 1, 8)
         self._arrived = int32(max_rows * kv_heads)  # zero between launches
-        parts = 2 * self._programs * self._group
+        parts = 2 * max_programs * self._group
         self._part_out = torch.empty((parts, head_dim), dtype=torch.float32, device=device)
         self._part_stats = torch.empty((parts, 2), dtype=torch.float32, device=device)  # maximum, sum
 
@@ -84,8 +82,11 @@ class PagedDecode:
         must not be the launch just ahead of the first ``forward``.
         """
         rows = len(seq_lens)
-        assert rows <= len(self._rows)
+        assert rows < len(self._rows)
         self._page_table = page_table
+        self._programs, self._large_programs = self._multiprocessors * self._config.programs_per_sm, 0
+        if rows * self._kv_heads >= self._config.tail_from * self._multiprocessors:
+            self._programs, self._large_programs = 2 * self._programs, self._programs
         plan_kernel[(triton.cdiv(self._programs, _PLAN_PROGRAMS),)](
             row_slots,
             seq_lens,
@@ -139,10 +140,8 @@ class PagedDecode:
             HEAD_DIM_PAD=triton.next_power_of_2(self._head_dim),
             PAGE_SIZE=self._page_size,
             BLOCK_N=config.block_n,
-            PREFETCH=config.prefetch,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            maxnreg=config.max_registers,
             **pdl_options(q.device, config.pdl),
         )
 
@@ -229,7 +228,6 @@ def _decode_kernel(
     HEAD_DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -284,12 +282,9 @@ def _decode_kernel(
         next_page = pages_of(table, block * BLOCK_N, length, column, PAGE_SIZE, BLOCK_N)
         for index in tl.range(block, block + taken):
             first = index * BLOCK_N
-            if PREFETCH:
-                # A block's pages are read one block ahead, so that its keys need not wait for them.
-                page = next_page
-                next_page = pages_of(table, first + BLOCK_N, length, column, PAGE_SIZE, BLOCK_N)
-            else:
-                page = pages_of(table, first, length, column, PAGE_SIZE, BLOCK_N)
+            # A block's pages are read one block ahead, so that its keys need not wait for them.
+            page = next_page
+            next_page = pages_of(table, first + BLOCK_N, length, column, PAGE_SIZE, BLOCK_N)
             live = first + column < length
             offset = page.to(tl.int64) * page_stride + ((first + column) % PAGE_SIZE) * slot_stride
             offset = offset[:, None] + dim[None, :]
