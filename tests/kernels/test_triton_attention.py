@@ -155,15 +155,16 @@ def test_decode_equals_the_reference(device: torch.device, shape: tuple[int, int
     for dtype in dtypes(device):
         rows = [(1, length) for length in (1, 63, 64, 65, 300, 17, 129, 2, 40)]
         problem = Problem.random(rows, *shape, dtype, device)
-        problem.check(decode(problem, num_stages=2))
+        problem.check(decode(problem))
 
 
 @pytest.mark.parametrize("block_n", [32, 64, 128])
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_decode_configurations_agree(device: torch.device, block_n: int, prefetch: bool) -> None:
-    for programs, tail in ((1, 0), (5, 0), (1, 30), (2, 90)):
+def test_decode_configurations_agree(device: torch.device, block_n: int) -> None:
+    for programs, tail, tail_from in ((1, 0, 99), (5, 0, 99), (1, 30, 0), (2, 90, 0)):
         problem = Problem.random([(1, 330), (1, 7), (1, 128)], 4, 2, 64, 16, torch.float16, device)
-        out = decode(problem, block_n=block_n, prefetch=prefetch, programs_per_sm=programs, tail_percent=tail)
+        out = decode(
+            problem, block_n=block_n, programs_per_sm=programs, tail_percent=tail, tail_from=tail_from, num_stages=2
+        )
         problem.check(out)
 
 
@@ -191,26 +192,20 @@ def test_decode_and_prefill_share_a_mixed_batch(device: torch.device) -> None:
     problem = Problem.random(rows, 4, 2, 64, 16, torch.float16, device)
     single = torch.cat([torch.full((new,), new == 1) for new, _ in rows]).to(device)
     problem.check(decode(problem), single)
-    problem.check(prefill(problem, min_tokens=2, block_m=64, num_warps=4), ~single)
+    problem.check(prefill(problem, min_tokens=2), ~single)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_equals_the_reference(device: torch.device, shape: tuple[int, int, int, int]) -> None:
     for dtype in dtypes(device):
         problem = Problem.random([(1, 1), (70, 70), (5, 200), (1, 64), (33, 65)], *shape, dtype, device)
-        problem.check(prefill(problem, block_m=64, block_n=32, num_warps=4, num_stages=2))
+        problem.check(prefill(problem, block_n=32, num_stages=2))
 
 
-@pytest.mark.parametrize("one_loop", [True, False])
-@pytest.mark.parametrize(("block_m", "block_n", "prefetch"), [(16, 64, True), (32, 32, False), (128, 64, True)])
-def test_prefill_configurations_agree(
-    device: torch.device, block_m: int, block_n: int, prefetch: bool, one_loop: bool
-) -> None:
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (32, 32), (128, 64)])
+def test_prefill_configurations_agree(device: torch.device, block_m: int, block_n: int) -> None:
     problem = Problem.random([(150, 150), (3, 260), (40, 300)], 6, 2, 64, 16, torch.float16, device)
-    out = prefill(
-        problem, block_m=block_m, block_n=block_n, prefetch=prefetch, one_loop=one_loop, num_warps=4, num_stages=2
-    )
-    problem.check(out)
+    problem.check(prefill(problem, block_m=block_m, block_n=block_n, num_stages=2))
 
 
 def test_prefill_of_a_slice_of_rows_and_many_empty_ones(device: torch.device) -> None:
@@ -221,7 +216,7 @@ def test_prefill_of_a_slice_of_rows_and_many_empty_ones(device: torch.device) ->
     tail.row_slots, tail.seq_lens, tail.query_start = (
         problem.row_slots[2:], problem.seq_lens[2:], problem.query_start[2:],
     )  # fmt: skip
-    problem.check(prefill(tail, block_m=64, num_warps=4), chosen)
+    problem.check(prefill(tail), chosen)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")

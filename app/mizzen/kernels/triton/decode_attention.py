@@ -31,10 +31,10 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 3
-    # Multiprocessors are not equally fast: of the work, this much is cut into as many shares again, small ones, for those
-    # that are free first. Only from so many (row, KV head) pairs a multiprocessor on; with fewer it costs more than it gives.
+    # Multiprocessors are not equally fast: this much of the work is cut into as many shares again, small ones, for
+    # those free first. Only from so many (row, KV head) pairs a multiprocessor on: with fewer it costs too much.
     tail_percent: int = 8
-    tail_from: int = 4
+    tail_from: int = 3
     pdl: bool = True  # launch while the kernel before still runs (sm90)
 
 
@@ -164,35 +164,37 @@ def _combine(
     GROUP_LOAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Adds up the parts of a (row, head), as many at once as registers hold: one after the other took 0.5 us each."""
-    PARTS: tl.constexpr = max(1, 32 // GROUP_LOAD)
-    index = tl.arange(0, PARTS)
+    """Adds up the parts of a (row, head). Unrolled, so that many parts are under way at once: waiting for one after the
+    other took 0.5 us each."""
     member = tl.arange(0, GROUP_LOAD)
     dim = tl.arange(0, HEAD_DIM_PAD)
     tile_mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     maximum = tl.full([GROUP_LOAD], -1e30, tl.float32)
     weight = tl.zeros([GROUP_LOAD], tl.float32)
     acc = tl.zeros([GROUP_LOAD, HEAD_DIM_PAD], tl.float32)
-    for first in tl.range(0, num_parts, PARTS, num_stages=1):
-        # The first part is the last of its program's share, the others the first of theirs.
-        part = 2 * (first_program + first + index) + tl.where(first + index == 0, 1, 0)
-        row = part[:, None] * GROUP + member[None, :]  # [PARTS, GROUP_LOAD]
-        mask = (first + index < num_parts)[:, None] & (member < GROUP)[None, :]
-        part_maximum = tl.load(part_stats + row * 2, mask=mask, other=-1e30, cache_modifier=".cg")
-        part_weight = tl.load(part_stats + row * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        part_acc = tl.load(
-            part_out + row[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=mask[:, :, None] & (dim < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-        shrink = tl.exp2(maximum - new_maximum)
-        grow = tl.exp2(part_maximum - new_maximum[None, :])
-        weight = weight * shrink + tl.sum(part_weight * grow, 0)
-        acc = acc * shrink[:, None] + tl.sum(part_acc * grow[:, :, None], 0)
-        maximum = new_maximum
+    for first in tl.range(0, num_parts, UNROLL, num_stages=1):
+        for step in tl.static_range(UNROLL):
+            index = first + step
+            # The first part is the last of its program's share, the others the first of theirs.
+            row = (2 * (first_program + index) + tl.where(index == 0, 1, 0)) * GROUP
+            mask = (member < GROUP) & (index < num_parts)
+            stats = part_stats + (row + member) * 2
+            part_maximum = tl.load(stats, mask=mask, other=-1e30, cache_modifier=".cg")
+            part_weight = tl.load(stats + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            part_acc = tl.load(
+                part_out + row * HEAD_DIM + member[:, None] * HEAD_DIM + dim[None, :],
+                mask=tile_mask & (index < num_parts),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_maximum = tl.maximum(maximum, part_maximum)
+            shrink = tl.exp2(maximum - new_maximum)
+            grow = tl.exp2(part_maximum - new_maximum)
+            weight = weight * shrink + part_weight * grow
+            acc = acc * shrink[:, None] + part_acc * grow[:, None]
+            maximum = new_maximum
     result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
     tl.store(out + member[:, None] * out_head_stride + dim[None, :], result.to(out.dtype.element_ty), mask=tile_mask)
 
@@ -323,7 +325,7 @@ def _decode_kernel(
                 tl.store(counter, 0)
                 _combine(
                     part_out, part_stats, first_program, num_parts, out_token + first_head * out_head_stride,
-                    out_head_stride, GROUP, GROUP_LOAD, HEAD_DIM, HEAD_DIM_PAD,
+                    out_head_stride, GROUP, GROUP_LOAD, HEAD_DIM, HEAD_DIM_PAD, 8,
                 )  # fmt: skip
         number += taken
         left -= taken

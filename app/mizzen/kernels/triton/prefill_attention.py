@@ -22,15 +22,17 @@ _PLAN_TILES = 16  # that one program of the plan describes
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """``pdl``: launch while the kernel before still runs (sm90)."""
+    """Measured on an H200: docs/performance.md, "Prefill attention"."""
 
-    block_m: int = 128
+    block_m: int = 64
     block_n: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
-    prefetch: bool = True
-    one_loop: bool = True
-    pdl: bool = False
+    pdl: bool = True  # launch while the kernel before still runs (sm90)
+
+    @classmethod
+    def default(cls, head_dim: int) -> "PrefillConfig":
+        return cls(num_stages=3 if head_dim <= 128 else 2)  # as shared memory allows
 
 
 class PagedPrefill:
@@ -54,7 +56,7 @@ class PagedPrefill:
         self._kv_heads, self._head_dim, self._page_size = kv_heads, head_dim, page_size
         self._group = num_heads // kv_heads
         self._scale = head_dim**-0.5 * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
-        self._config = config or PrefillConfig()
+        self._config = config or PrefillConfig.default(head_dim)
         self._page_table: Tensor
         self._num_tiles = 0
         # Of each tile: number in its row (-1: no tile), first token and number of tokens of the row, length, slot.
@@ -124,8 +126,6 @@ class PagedPrefill:
             PAGE_SIZE=self._page_size,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            PREFETCH=config.prefetch,
-            ONE_LOOP=config.one_loop,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **pdl_options(q.device, config.pdl),
@@ -188,8 +188,6 @@ def _prefill_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -222,7 +220,7 @@ def _prefill_kernel(
     k_head = k_cache + head * kv_head_stride
     v_head = v_cache + head * kv_head_stride
 
-    # Keys that the tile's first token sees need no mask; those that its last does not are not read.
+    # Keys that the tile's first token sees need no mask; those that its last does not see are not read.
     first_position = length - num_tokens + tile * BLOCK_M // GROUP
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     num_keys = length - num_tokens + last_token + 1
@@ -231,81 +229,29 @@ def _prefill_kernel(
     maximum = tl.full([BLOCK_M], -1e30, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
-    if ONE_LOOP:
-        acc, weight = _attend(
-            queries, k_head, v_head, table, acc, weight, maximum, position, 0, num_keys, num_keys, plain_end,
-            page_stride, slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, 2,
-        )[:2]  # fmt: skip
-    else:
-        acc, weight, maximum = _attend(
-            queries, k_head, v_head, table, acc, weight, maximum, position, 0, plain_end, num_keys, plain_end,
-            page_stride, slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, 0,
-        )  # fmt: skip
-        acc, weight, maximum = _attend(
-            queries, k_head, v_head, table, acc, weight, maximum, position, plain_end, num_keys, num_keys, plain_end,
-            page_stride, slot_stride, scale, dim, column, HEAD_DIM, HEAD_DIM_PAD, PAGE_SIZE, BLOCK_N, PREFETCH, 1,
-        )  # fmt: skip
-    result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
-    tl.store(
-        out + row_token * out_token_stride + query_head[:, None] * out_head_stride + dim[None, :],
-        result.to(out.dtype.element_ty),
-        mask=tile_mask,
-    )
-
-
-@triton.jit
-def _attend(
-    queries,
-    k_head,
-    v_head,
-    table,
-    acc,
-    weight,
-    maximum,
-    position,
-    start,
-    end,
-    num_keys,
-    plain_end,
-    page_stride,
-    slot_stride,
-    scale,
-    dim,
-    column,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """Keys [start, end) in blocks. MASK: 0 never, 1 always, 2 from plain_end on."""
-    next_page = pages_of(table, start, num_keys, column, PAGE_SIZE, BLOCK_N)
-    for first in tl.range(start, end, BLOCK_N):
-        if PREFETCH:
-            page = next_page
-            next_page = pages_of(table, first + BLOCK_N, num_keys, column, PAGE_SIZE, BLOCK_N)
-        else:
-            page = pages_of(table, first, num_keys, column, PAGE_SIZE, BLOCK_N)
+    next_page = pages_of(table, 0, num_keys, column, PAGE_SIZE, BLOCK_N)
+    for first in tl.range(0, num_keys, BLOCK_N):
+        # A block's pages are read one block ahead, so that its keys need not wait for them.
+        page = next_page
+        next_page = pages_of(table, first + BLOCK_N, num_keys, column, PAGE_SIZE, BLOCK_N)
         offset = page.to(tl.int64) * page_stride + ((first + column) % PAGE_SIZE) * slot_stride
         offset = offset[:, None] + dim[None, :]
-        if MASK > 0 or HEAD_DIM != HEAD_DIM_PAD:
-            mask = (first + column < num_keys)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(k_head + offset, mask=mask, other=0.0)
-            v = tl.load(v_head + offset, mask=mask, other=0.0)
-        else:
-            k = tl.load(k_head + offset)
-            v = tl.load(v_head + offset)
+        mask = (first + column < num_keys)[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(k_head + offset, mask=mask, other=0.0)
+        v = tl.load(v_head + offset, mask=mask, other=0.0)
         scores = tl.dot(queries, tl.trans(k))
-        if MASK == 1:
+        # In the same loop: one of its own for the blocks that need the mask filled the pipeline twice (7% slower).
+        if first >= plain_end:
             scores = tl.where((first + column)[None, :] <= position[:, None], scores, float("-inf"))
-        if MASK == 2:  # noqa: SIM102  this one is decided when compiling, the other when running
-            if first >= plain_end:
-                scores = tl.where((first + column)[None, :] <= position[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         shrink = tl.exp2(maximum - new_maximum)
         weight = weight * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         maximum = new_maximum
-    return acc, weight, maximum
+    result = acc / tl.where(weight > 0, weight, 1.0)[:, None]
+    tl.store(
+        out + row_token * out_token_stride + query_head[:, None] * out_head_stride + dim[None, :],
+        result.to(out.dtype.element_ty),
+        mask=tile_mask,
+    )
