@@ -123,7 +123,7 @@ def decode(problem: Problem, rounds: int = 2, max_rows: int = 300, **config: Any
     return out
 
 
-def prefill(problem: Problem, min_tokens: int = 1, **config: Any) -> Tensor:
+def prefill(problem: Problem, min_tokens: int = 1, max_rows: int | None = None, **config: Any) -> Tensor:
     from mizzen.kernels.triton.prefill_attention import PagedPrefill, PrefillConfig
 
     _, page_size, kv_heads, head_dim = problem.k.shape
@@ -138,7 +138,8 @@ def prefill(problem: Problem, min_tokens: int = 1, **config: Any) -> Tensor:
         device=problem.q.device,
         config=PrefillConfig(**config),
     )
-    attention.plan(num_tokens, problem.page_table, problem.row_slots, problem.seq_lens, problem.query_start, min_tokens)
+    rows = (problem.page_table, problem.row_slots, problem.seq_lens, problem.query_start)
+    attention.plan(num_tokens, *rows, min_tokens=min_tokens, max_rows=max_rows)
     out = problem.poisoned()
     attention.forward(problem.q, problem.k, problem.v, out)
     return out
@@ -193,6 +194,7 @@ def test_decode_and_prefill_share_a_mixed_batch(device: torch.device) -> None:
     single = torch.cat([torch.full((new,), new == 1) for new, _ in rows]).to(device)
     problem.check(decode(problem), single)
     problem.check(prefill(problem, min_tokens=2), ~single)
+    problem.check(prefill(problem, min_tokens=2, max_rows=2), ~single)  # a grid for no more rows than there are
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

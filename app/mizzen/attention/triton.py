@@ -38,7 +38,13 @@ class TritonBackend:
         self._decode.plan(batch.page_table, batch.row_slots, batch.seq_lens, batch.query_start)
         if self._has_prefill:
             self._prefill.plan(
-                len(batch.token_ids), batch.page_table, batch.row_slots, batch.seq_lens, batch.query_start, 2
+                len(batch.token_ids),
+                batch.page_table,
+                batch.row_slots,
+                batch.seq_lens,
+                batch.query_start,
+                min_tokens=2,
+                max_rows=len(batch.row_slots) - batch.num_decode_rows,
             )
 
     def forward(self, q: Tensor, layer: int) -> Tensor:

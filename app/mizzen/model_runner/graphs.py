@@ -148,6 +148,8 @@ class GraphExecutor:
         else:
             size = _next_size(self._mixed_sizes, tokens) if len(step.output_index) else 0
             graph, fill = self._mixed.get(size), self._fill_mixed
+            if output.num_rows - output.num_decode_rows > _prefill_rows(size):
+                graph = None
         if graph is None:
             return None
         self._state.apply(step, self._state.upload_changes(step))
@@ -243,7 +245,8 @@ class GraphExecutor:
                 seq_lens=part["seq_lens"],
                 query_start=part["query_start"],
                 sample_tokens=part["sample_tokens"],
-                num_decode_rows=0,
+                # which rows they are is decided on the device: what counts is that no more are left for prefill
+                num_decode_rows=rows - min(rows, _prefill_rows(size)),
                 seq_lens_host=[],
                 query_start_host=[],
             )
@@ -280,6 +283,11 @@ class GraphExecutor:
         with torch.cuda.graph(sampler_graph, pool=pool):
             sampler(logits)
         return _Graph(layout, inputs, forward_graph, sampler_graph, logits, tokens, held)
+
+
+def _prefill_rows(size: int) -> int:
+    """The most prefill rows of a mixed graph: attention's grid has room for as many. More are rare, and run eagerly."""
+    return max(16, size // 64)
 
 
 def _next_size(sizes: Sequence[int], wanted: int) -> int:

@@ -1,9 +1,8 @@
 """Paged, causal attention of rows with several new tokens; its grid follows from the number of tokens and rows alone.
 
 A tile is BLOCK_M (token, query head) pairs of one row and KV head, so that the query heads of a group read keys and
-values once, and a chunk of a few tokens fills the tensor cores. Row r's tiles begin at number
-query_start[r] * group // BLOCK_M + r: that leaves room for all of them and needs no prefix sum (the idea is vLLM's).
-``plan`` (once a step) writes down each tile's row, so that no layer has to look for it.
+values once, and a chunk of a few tokens fills the tensor cores. ``plan`` (once a step) numbers the tiles of the rows
+that have any, one after the other, and writes down each tile's row, so that no layer has to look for it.
 """
 
 from dataclasses import dataclass
@@ -63,6 +62,7 @@ class PagedPrefill:
         self._tiles = torch.zeros((self._tiles_of(max_tokens, max_rows), 8), dtype=torch.int32, device=device)
 
     def _tiles_of(self, tokens: int, rows: int) -> int:
+        """Enough for any split of the tokens over so many rows: each row rounds up once."""
         return tokens * self._group // self._config.block_m + rows
 
     def plan(
@@ -72,16 +72,19 @@ class PagedPrefill:
         row_slots: Tensor,
         seq_lens: Tensor,
         query_start: Tensor,
+        *,
         min_tokens: int = 1,
+        max_rows: int | None = None,
     ) -> None:
         """page_table [slots, max_pages], row_slots [R], seq_lens [R], query_start [R + 1], all int32; ``num_tokens``:
-        at least query_start[R] - query_start[0]. Rows with fewer than ``min_tokens`` tokens are left to other kernels.
+        at least query_start[R] - query_start[0]. Rows with fewer than ``min_tokens`` tokens are left to other kernels;
+        of the others there are at most ``max_rows`` (all, if None), which bounds the grid.
 
         With PDL, the plan must not be the launch just ahead of the first ``forward``.
         """
         rows = len(seq_lens)
         self._page_table = page_table
-        self._num_tiles = self._tiles_of(num_tokens, rows)
+        self._num_tiles = self._tiles_of(num_tokens, rows if max_rows is None else max_rows)
         assert self._num_tiles <= len(self._tiles)
         _plan_kernel[(triton.cdiv(self._num_tiles, _PLAN_TILES),)](
             row_slots,
@@ -148,17 +151,20 @@ def _plan_kernel(
 ):
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     rows = tl.arange(0, ROWS)
-    base = tl.load(query_start)
-    starts = (tl.load(query_start + rows, mask=rows < num_rows, other=0) - base) * GROUP // BLOCK_M + rows
-    reached = (rows < num_rows)[None, :] & (starts[None, :] <= tile[:, None])
-    row = tl.sum(reached.to(tl.int32), 1) - 1
+    exists = rows < num_rows
+    tokens = tl.load(query_start + 1 + rows, mask=exists, other=0) - tl.load(query_start + rows, mask=exists, other=0)
+    counts = tl.where(tokens < min_tokens, 0, tl.cdiv(tokens * GROUP, BLOCK_M))
+    ends = tl.cumsum(counts, 0)  # of each row's tiles
+    before = ends[None, :] <= tile[:, None]
+    row = tl.minimum(tl.sum(before.to(tl.int32), 1), num_rows - 1)
+    row_end = tl.max(tl.where(rows[None, :] == row[:, None], ends[None, :], 0), 1)
     begin = tl.load(query_start + row)
     num_tokens = tl.load(query_start + row + 1) - begin
     # The last tile of a row has the most keys: it goes first.
-    place = tl.cdiv(num_tokens * GROUP, BLOCK_M) - 1 - (tile - row - (begin - base) * GROUP // BLOCK_M)
+    place = row_end - 1 - tile
     here = tile < num_tiles
     record = tiles_out + tile * 8
-    tl.store(record, tl.where(num_tokens < min_tokens, -1, place), mask=here)
+    tl.store(record, tl.where(tile < tl.sum(counts, 0), place, -1), mask=here)
     tl.store(record + 1, begin, mask=here)
     tl.store(record + 2, num_tokens, mask=here)
     tl.store(record + 3, tl.load(seq_lens + row), mask=here)
