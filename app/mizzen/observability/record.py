@@ -2,7 +2,7 @@
 
 It is complete when the response is over *and* the engine has said its last word on every choice (or nobody waits for
 that any more: ``engine_done``); then it is emitted, once. A client that leaves is why these are two events: the timings
-and counts of what the engine did for it arrive a step later. It never holds text of a prompt or an answer, unless asked.
+and counts of what the engine did for it arrive a step later.
 """
 
 import time
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mizzen.errors import WireError
-from mizzen.ipc.messages import Delta, Finish
+from mizzen.ipc.messages import Delta, Finish, Prompt
 from mizzen.sampling_params import SamplingParams
 
 CLIENT_GONE = 499  # nobody reads it; 499 as nginx logs it
@@ -25,24 +25,23 @@ class Observer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class InferenceRecord:
-    """What a request for the engine asked, once it was admitted. Times on CLOCK_MONOTONIC."""
+    """What a valid request asked of the engine, and what became of it. Times on CLOCK_MONOTONIC."""
 
     operation: Literal["chat", "text_completion"]
-    response_id: str  # the body's "id"
     model: str  # as the request named it
     sampling: SamplingParams
     stream: bool
     num_prompts: int
     num_choices: int
-    submitted_s: float
+    prompts: list[Prompt] | None = None  # only if MIZZEN_TRACE_CONTENT
+    admitted: bool = False  # it was sent on its way, not refused with 429 or 503
+    response_id: str | None = None  # the body's "id", once admitted
     accepted_s: float | None = None  # the tokenizer's word, or the first text
     prompt_tokens: list[int] = field(default_factory=list)  # per prompt, once accepted
-    tokenize_s: tuple[float, float] | None = None  # begin and end
     first_output_s: float | None = None  # the first delta of any choice arrived at the api
     last_output_s: float | None = None
     output_tokens: int = 0  # that arrived, of all choices
-    finishes: dict[int, Finish] = field(default_factory=dict)  # by choice; of an ended one possibly without text
-    content: list[str] | None = None  # prompts, only if MIZZEN_TRACE_CONTENT
+    finishes: dict[int, Finish] = field(default_factory=dict)  # by choice; aborted ones too
 
     @property
     def completion_tokens(self) -> int:
@@ -76,6 +75,7 @@ class RequestRecord:
     request_id: str  # x-request-id of the response
     started_s: float
     emit: Callable[["RequestRecord"], None]
+    named_by_client: bool = False  # request_id is its X-Request-Id
     traceparent: str | None = None
     tracestate: str | None = None
     route: str = ""
@@ -91,9 +91,11 @@ class RequestRecord:
 
     # ---- told by the engine client ----
 
-    def submit(self, inference: InferenceRecord) -> None:
-        self.inference = inference
-        self._open = set(range(inference.num_choices))
+    def admit(self) -> None:
+        """The request is on its way: the engine owes a last word on each choice."""
+        assert self.inference is not None
+        self.inference.admitted = True
+        self._open = set(range(self.inference.num_choices))
 
     def accept(self, prompt_tokens: list[int]) -> None:
         assert self.inference is not None
@@ -115,14 +117,15 @@ class RequestRecord:
         """The engine's last word on a choice, whether or not somebody still waits for it."""
         assert self.inference is not None
         if index in self._open:
-            self._open.discard(index)
+            self._open.remove(index)
             self.inference.finishes[index] = finish
             self._emit_if_complete()
 
     def engine_done(self) -> None:
         """Nothing more is expected of the engine: it never heard of the request, or it died."""
-        self._open.clear()
-        self._emit_if_complete()
+        if self._open:
+            self._open.clear()
+            self._emit_if_complete()
 
     # ---- told by the http side ----
 
@@ -130,6 +133,11 @@ class RequestRecord:
         self.ended_s = time.monotonic()
         self._http_open = False
         self._emit_if_complete()
+
+    @property
+    def open(self) -> bool:
+        """The engine owes a word."""
+        return bool(self._open)
 
     def _emit_if_complete(self) -> None:
         if not self._http_open and not self._open:

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -29,11 +29,13 @@ from mizzen.errors import (
     RouteNotFound,
 )
 from mizzen.observability.health import Probe, render
+from mizzen.observability.record import CLIENT_GONE, InferenceRecord, Observer, emit_to
 from mizzen.server.asgi import ErrorResponse, EventStream, JsonBytes, Streams, Watchers, read_body, refusal
 from mizzen.server.client import ClientGone, EngineClient
 from mizzen.server.convert import Job, chat_job, completion_job
 from mizzen.server.http import ABORT
 from mizzen.server.protocol import parse_chat, parse_completion, schemas
+from mizzen.server.record import open_record, record_of
 from mizzen.server.responses import Kind, StreamEncoder, WholeAnswer, encode, make_header
 
 OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/health/startup", "/version")  # need no key
@@ -44,8 +46,9 @@ log = structlog.get_logger()
 class Api:
     """What the routes share."""
 
-    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+    def __init__(self, client: EngineClient, config: ServerConfig, trace_content: bool) -> None:
         self.streams = Streams()
+        self._trace_content = trace_content
         self._client = client
         self._watchers = Watchers(client)
         self._config = config
@@ -72,22 +75,35 @@ class Api:
             completion = parse_completion(body)
             self._check_model(completion.model)
             job = completion_job(completion, health.model)
-        answer = self._client.submit(job)
+        record = record_of(request.scope)
+        record.inference = inference = InferenceRecord(
+            operation="chat" if kind == "chat" else "text_completion",
+            model=job.model,
+            sampling=job.sampling,
+            stream=job.stream,
+            num_prompts=len(job.prompts),
+            num_choices=job.num_choices,
+            prompts=job.prompts if self._trace_content else None,
+        )
+        answer = self._client.submit(job, record)
         header = make_header(kind, answer.request_id, job.model, self._fingerprint())
+        inference.response_id = header.id
+        if not record.named_by_client:
+            record.request_id = header.id
         self._watchers.watch(answer, request.receive)
         try:
             await answer.until_accepted()
             if job.stream:
                 encoder = StreamEncoder(kind, job, header)
-                return EventStream(answer, encoder, self._client, self.streams, header.id)
+                return EventStream(answer, encoder, self._client, self.streams)
             whole = WholeAnswer(kind, job)
             while not whole.add(await answer.next()):
                 pass
-            return JsonBytes(whole.body(header), headers={"x-request-id": header.id})
-        except RequestError as error:
-            return refusal(error, header.id)
+            return JsonBytes(whole.body(header))
         except BaseException:
-            self._client.leave(answer)  # cancelled, or a bug: the engine must not go on for nobody
+            self._client.leave(
+                answer
+            )  # refused (then it has ended), cancelled, or a bug: the engine must not go on for nobody
             raise
 
     def _names(self) -> tuple[str, ...]:
@@ -149,40 +165,53 @@ class Api:
 
 
 class Gate:
-    """The outermost layer: tidies the path, checks the key, and turns a bug into a logged 500."""
+    """The outermost layer: tidies the path, checks the key, keeps the record, and turns a bug into a logged 500."""
 
-    def __init__(self, app: ASGIApp, client: EngineClient, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, client: EngineClient, keys: Iterable[str], observers: Sequence[Observer]) -> None:
         self._app = app
         self._client = client
+        self._emit = emit_to(observers)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] = tidy(scope["path"])
+        record = open_record(scope, self._emit)
         started = False
 
         async def sender(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                record.status = message["status"]
+                headers = MutableHeaders(raw=message["headers"])
+                headers["x-request-id"] = record.request_id
                 if self._client.draining:
-                    MutableHeaders(raw=message["headers"])["connection"] = "close"
+                    headers["connection"] = "close"
             await send(message)
 
         try:
             if self._digests and path not in OPEN_PATHS:
-                self._authenticate(scope)
+                record.api_key = self._authenticate(scope)
             await self._app(scope, receive, sender)
         except AuthenticationFailed as error:
+            record.error = error.wire()
             await refusal(error)(scope, receive, sender)
         except Exception:
-            log.exception("request failed by a bug", path=path)
+            log.exception("request failed by a bug", path=path, request_id=record.request_id)
+            bug = RequestFailed("Internal error")
+            record.error = bug.wire()
             if not started:
-                await refusal(RequestFailed("Internal error"))(scope, receive, sender)
+                await refusal(bug)(scope, receive, sender)
             else:
                 scope.get("extensions", {}).get(ABORT, lambda: None)()
+        finally:
+            record.client_gone = record.client_gone or record.status in (0, CLIENT_GONE)
+            record.status = record.status or CLIENT_GONE
+            record.route = getattr(scope.get("route"), "path", "")
+            record.http_done()
 
-    def _authenticate(self, scope: Scope) -> None:
-        """Compares with every key, in time that depends on none of them."""
+    def _authenticate(self, scope: Scope) -> int:
+        """The key's number, from 1. Compares with every key, in time that depends on none of them."""
         value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = value.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
@@ -191,6 +220,7 @@ class Gate:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise AuthenticationFailed("The API key is wrong")
+        return matches.index(True) + 1
 
 
 def tidy(path: str) -> str:
@@ -198,32 +228,37 @@ def tidy(path: str) -> str:
     return re.sub("/+", "/", path).rstrip("/") or "/"
 
 
-async def _on_request_error(_request: Request, error: Exception) -> Response:
+async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    record_of(request.scope).error = error.wire()
     return refusal(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
-    if error.status_code == 404:
-        return refusal(RouteNotFound(f"There is no {path}"))
     if error.status_code == 405:
-        return ErrorResponse(MethodNotAllowed(f"{path} does not take {method}").wire(), dict(error.headers or {}))
-    return refusal(RequestFailed(str(error.detail)))
+        not_allowed = MethodNotAllowed(f"{path} does not take {method}").wire()
+        record_of(request.scope).error = not_allowed
+        return ErrorResponse(not_allowed, dict(error.headers or {}))
+    if error.status_code == 404:
+        return await _on_request_error(request, RouteNotFound(f"There is no {path}"))
+    return await _on_request_error(request, RequestFailed(str(error.detail)))
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; 499 as nginx logs it
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _on_bug(_request: Request, _error: Exception) -> Response:
     return refusal(RequestFailed("Internal error"))
 
 
-def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Streams]:
-    """The ASGI app, and its streams for the caller to sweep."""
-    api = Api(client, config)
+def create_app(
+    client: EngineClient, config: ServerConfig, observers: Sequence[Observer] = (), *, trace_content: bool = False
+) -> tuple[ASGIApp, Streams]:
+    """The ASGI app, and its streams for the caller to sweep. ``observers`` get each request's record, in order."""
+    api = Api(client, config, trace_content)
     app = FastAPI(
         title="Mizzen",
         version=__version__,
@@ -266,4 +301,4 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Str
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
-    return Gate(app, client, config.api_keys), api.streams
+    return Gate(app, client, config.api_keys, observers), api.streams

@@ -125,9 +125,7 @@ class Streams:
 class EventStream(Response):
     """Server-sent events of an accepted request. Deltas that are ready together are written together."""
 
-    def __init__(
-        self, answer: Answer, encoder: StreamEncoder, client: EngineClient, streams: Streams, request_id: str
-    ) -> None:
+    def __init__(self, answer: Answer, encoder: StreamEncoder, client: EngineClient, streams: Streams) -> None:
         self.answer = answer
         self.sending = False
         self.abort: Callable[[], Any] = _nothing
@@ -141,7 +139,6 @@ class EventStream(Response):
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-cache",
                 "x-accel-buffering": "no",
-                "x-request-id": request_id,
             }
         )
 
@@ -170,5 +167,5 @@ class EventStream(Response):
                 self.sending = False
 
 
-def refusal(error: RequestError, request_id: str | None = None) -> ErrorResponse:
-    return ErrorResponse(error.wire(), {"x-request-id": request_id} if request_id else None)
+def refusal(error: RequestError) -> ErrorResponse:
+    return ErrorResponse(error.wire())

@@ -36,6 +36,7 @@ from mizzen.ipc.messages import (
     TokenizeRequest,
 )
 from mizzen.observability.health import UNKNOWN, describe
+from mizzen.observability.record import RequestRecord
 from mizzen.server.admission import Admission
 from mizzen.server.convert import Job
 
@@ -43,6 +44,7 @@ STALE_S = 5.0  # a snapshot older than this no longer proves readiness
 BACKSTOP_S = 2.0  # the engine ends a request at its deadline; the api does so this much later, whatever happened
 _REPEAT_ABORT_S = 1.0
 _FORGET_ABORT_S = 60.0
+LAST_WORD_S = 2.0  # an abort is answered within a step; a record waits no longer for what the engine says of it
 
 log = structlog.get_logger()
 
@@ -66,8 +68,17 @@ class ClientGone(Exception):
 class Answer:
     """One request in flight, and what has arrived for it."""
 
-    def __init__(self, request_id: str, num_choices: int, tokenizer: int, life: int, deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        num_choices: int,
+        tokenizer: int,
+        life: int,
+        deadline_s: float | None,
+        record: RequestRecord,
+    ) -> None:
         self.request_id = request_id
+        self.record = record
         self.deadline_s = deadline_s
         self.accepted = False
         self.prompt_tokens: list[int] = []  # per prompt, once accepted
@@ -99,19 +110,21 @@ class Answer:
 
     def accept(self, prompt_tokens: list[int]) -> None:
         self.accepted, self.prompt_tokens = True, prompt_tokens
+        self.record.accept(prompt_tokens)
         self._wake()
 
     def push(self, delta: Delta) -> None:
         self.accepted = True  # the detokenizer's word may overtake the tokenizer's
         self._deltas.append(delta)
+        self.record.output(delta)
         self._wake()
 
     def end(self, error: WireError) -> None:
-        self._error = error
+        self._error = self.record.error = error
         self._wake()
 
     def leave(self) -> None:
-        self.gone = True
+        self.gone = self.record.client_gone = True
         self._wake()
 
     def _raise_if_over(self) -> None:
@@ -160,6 +173,7 @@ class EngineClient:
         self._answers: dict[str, Answer] = {}
         self._admission = Admission()
         self._aborted: dict[str, float] = {}  # request id -> when its abort was last sent
+        self._last_words: dict[str, tuple[float, RequestRecord]] = {}  # of aborted requests: since when, whose
         self._lives = [0] * len(tokenizers)  # deaths so far
         self._down: set[int] = set()
         self._next_tokenizer = 0
@@ -198,8 +212,8 @@ class EngineClient:
 
     # ---- requests ----
 
-    def submit(self, job: Job) -> Answer:
-        """Sends a request on its way. Raises ServiceNotReady, QueueFull or InvalidRequest (more choices than fit)."""
+    def submit(self, job: Job, record: RequestRecord) -> Answer:
+        """Sends a request on its way. ``record`` hears what becomes of it. Raises ServiceNotReady, QueueFull or InvalidRequest (more choices than fit)."""
         health = self.ready_health()
         assert health.engine is not None
         now = self._clock()
@@ -212,7 +226,9 @@ class EngineClient:
             tokenizer=tokenizer,
             life=self._lives[tokenizer],
             deadline_s=now + self._timeout_s if self._timeout_s > 0 else None,
+            record=record,
         )
+        record.admit()
         self._answers[answer.request_id] = answer
         self._tokenizers[tokenizer].send(
             TokenizeRequest(
@@ -252,6 +268,14 @@ class EngineClient:
                 self._end(answer, error.wire(), abort=True, reason="timeout")
         for request_id in [key for key, sent_s in self._aborted.items() if now - sent_s > _FORGET_ABORT_S]:
             del self._aborted[request_id]
+        for request_id in [key for key, (since_s, _) in self._last_words.items() if now - since_s > LAST_WORD_S]:
+            self._last_words.pop(request_id)[1].engine_done()
+
+    def close(self) -> None:
+        """No message is read any more."""
+        for _, record in self._last_words.values():
+            record.engine_done()
+        self._last_words.clear()
 
     # ---- what arrives ----
 
@@ -267,6 +291,8 @@ class EngineClient:
                     answer.accept(message.prompt_tokens)
             case RequestRefused():
                 self._aborted.pop(message.request_id, None)
+                if left := self._last_words.pop(message.request_id, None):
+                    left[1].engine_done()
                 if answer := self._answers.get(message.request_id):
                     self._end(answer, message.error, abort=False)
             case _:
@@ -296,7 +322,9 @@ class EngineClient:
             return
         if finish is None:
             answer.push(delta)
-        elif finish.error is not None or finish.reason not in ("stop", "length"):
+            return
+        answer.record.finish(delta.index, finish)
+        if finish.error is not None or finish.reason not in ("stop", "length"):
             self._end(answer, _error_of(finish), abort=len(answer.open) > 1)
         else:
             answer.open.discard(delta.index)
@@ -311,6 +339,7 @@ class EngineClient:
             # No request is let in until the supervisor says that the service is ready again.
             self._health = msgspec.structs.replace(self._health, ready=False)
             self._aborted.clear()
+            self.close()
             error = self._restarted(f"The {name} failed while the request was running")
             for answer in list(self._answers.values()):
                 # A failed engine forgets its requests; a failed detokenizer leaves them running.
@@ -330,10 +359,12 @@ class EngineClient:
     # ---- endings ----
 
     def _end(self, answer: Answer, error: WireError, *, abort: bool, reason: str = "abort") -> None:
+        answer.end(error)
         if abort:
             self._abort(answer, reason)
+        else:
+            answer.record.engine_done()
         self._forget(answer)
-        answer.end(error)
 
     def _forget(self, answer: Answer) -> None:
         if self._answers.pop(answer.request_id, None) is not None:
@@ -342,6 +373,8 @@ class EngineClient:
     def _abort(self, answer: Answer, reason: str = "abort") -> None:
         message = AbortRequest(answer.request_id, "timeout" if reason == "timeout" else "abort")
         self._aborted[answer.request_id] = self._clock()
+        if answer.record.open:
+            self._last_words[answer.request_id] = (self._clock(), answer.record)
         if self._lives[answer.tokenizer] == answer.tokenizer_life:
             self._tokenizers[answer.tokenizer].send(message)
         else:  # the process that knew the request is gone: whatever got through is at the engine
@@ -350,6 +383,10 @@ class EngineClient:
     def _abort_unknown(self, delta: Delta) -> None:
         """Output nobody waits for: of an aborted request, or one of an earlier life of this process."""
         if delta.finish is not None:
+            if left := self._last_words.get(delta.request_id):
+                left[1].finish(delta.index, delta.finish)
+                if not left[1].open:
+                    del self._last_words[delta.request_id]
             return
         now = self._clock()
         if now - self._aborted.get(delta.request_id, -math.inf) >= _REPEAT_ABORT_S:

@@ -23,12 +23,14 @@ def open_record(scope: Scope, emit: Callable[[RequestRecord], None]) -> RequestR
     """The record of a request that begins now. Its id is the client's X-Request-Id if that is valid, else a new one."""
     headers = dict(scope["headers"])
     request_id = headers.get(b"x-request-id", b"")
+    named = _VALID_ID.fullmatch(request_id) is not None
     record = RequestRecord(
         method=scope["method"],
         path=scope["path"],
-        request_id=request_id.decode() if _VALID_ID.fullmatch(request_id) else uuid.uuid4().hex,
+        request_id=request_id.decode() if named else uuid.uuid4().hex,
         started_s=time.monotonic(),
         emit=emit,
+        named_by_client=named,
         traceparent=_trace_header(headers, b"traceparent"),
         tracestate=_trace_header(headers, b"tracestate"),
     )
