@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import structlog
 
+from mizzen.engine.meter import StepMeter
 from mizzen.errors import EngineRestarted
 from mizzen.ipc.channels import Receiver, Sender
 from mizzen.ipc.messages import (
@@ -53,6 +54,7 @@ class EngineLoop:
         seed: int,
         broadcast: Callable[[SchedulerOutput], None] | None = None,
         on_wait: Callable[[], None] = lambda: None,
+        meter: StepMeter | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -63,6 +65,7 @@ class EngineLoop:
         self._seeds = np.random.default_rng(seed)
         self._broadcast = broadcast
         self._on_wait = on_wait
+        self._meter = meter
         self._in_flight: deque[tuple[SchedulerOutput, RunnerHandle]] = deque()
         self._started: list[ChoiceStarted] = []
         # no handle of an earlier life: a StopChoice that was under way then must not meet a choice of now
@@ -82,6 +85,8 @@ class EngineLoop:
             message = self._inbox.recv(idle_wait_s)
             if message is not None:
                 self._handle(message)
+        if self._meter is not None:
+            self._meter.begin_turn()
         for message in self._inbox.drain():
             self._handle(message)
         now = time.monotonic()
@@ -91,14 +96,20 @@ class EngineLoop:
             if self._broadcast is not None:
                 self._broadcast(output)
             self._in_flight.append((output, self._runner.enqueue(output)))
+            if self._meter is not None:
+                self._meter.enqueued(output)
         result = None
         if self._in_flight and (output is None or len(self._in_flight) > self._depth):
             result = self._take_result()
         self._emit(result)
+        if self._meter is not None:
+            self._meter.end_turn()
         self._idle = output is None and result is None
 
     def _take_result(self) -> tuple[StepResult, SampledTokens]:
         output, handle = self._in_flight[0]
+        if self._meter is not None:
+            self._meter.begin_wait()
         while True:
             try:
                 sampled = handle.result(RESULT_WAIT_S)
@@ -107,7 +118,10 @@ class EngineLoop:
                 self._on_wait()
         self._in_flight.popleft()
         self.steps += 1
-        return self._scheduler.update(output, sampled, time.monotonic()), sampled
+        now = time.monotonic()
+        if self._meter is not None:
+            self._meter.result(now)
+        return self._scheduler.update(output, sampled, now), sampled
 
     def _emit(self, result: tuple[StepResult, SampledTokens] | None) -> None:
         """Sends what this turn produced, if anything, as one message."""
@@ -160,6 +174,8 @@ class EngineLoop:
                 sampling=sampling,
                 seed=seed,
                 arrival_s=message.arrival_s,
+                tokenize_s=message.tokenize_s,
+                tokenized_s=message.tokenized_s,
                 deadline_s=message.deadline_s,
                 priority=message.priority,
                 cache_salt=message.cache_salt,

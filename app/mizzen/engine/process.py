@@ -10,6 +10,7 @@ import structlog
 from mizzen.distributed.group import make_group
 from mizzen.engine.build import Rank, Report, build_rank, build_scheduler, make_platform
 from mizzen.engine.loop import IDLE_WAIT_S, RESULT_WAIT_S, EngineLoop
+from mizzen.engine.meter import StepMeter
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender
 from mizzen.ipc.messages import (
     Drain,
@@ -23,6 +24,7 @@ from mizzen.ipc.messages import (
 )
 from mizzen.ipc.process import Child, child_process
 from mizzen.model_runner.runner import RunnerHandle
+from mizzen.observability.feed import Feed, MetricsSender
 from mizzen.scheduler.output import SchedulerOutput, decode_step, encode_step
 
 log = structlog.get_logger()
@@ -114,12 +116,17 @@ def _lead(child: Child, built: Rank) -> None:
             sender.send_bytes(data)
 
     progress = ProgressLine(child.config.log.interval_s)
+    meter = None
+    if child.config.metrics.enabled:
+        meter = StepMeter(Feed(MetricsSender(child.context, child.run_dir).send))
 
     def beat() -> None:
         if child.control.beat_due():
             load = loop.load()
             child.control.beat("serve", pending=loop.has_work(), progress=loop.steps, load=load)
             progress.update(load)
+            if meter is not None:
+                meter.report(load)
         for message in child.control.poll():
             match message:
                 case Shutdown():
@@ -141,6 +148,7 @@ def _lead(child: Child, built: Rank) -> None:
         seed=config.seed,
         broadcast=broadcast if senders else None,
         on_wait=beat,
+        meter=meter,
     )
     child.control.ready(engine=built.info)
     while True:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mizzen.config.config import LogLevel
 from mizzen.errors import WireError
 from mizzen.sampling_params import SamplingParams
 
@@ -75,6 +76,8 @@ class GenerateRequest(Message):
     token_ids: bytes  # int32
     sampling: SamplingParams
     arrival_s: float
+    tokenize_s: float | None = None  # when the tokenizer began with it, and when it was done
+    tokenized_s: float | None = None
     deadline_s: float | None = None
     priority: int = 0
     cache_salt: str | None = None
@@ -129,10 +132,14 @@ class Timings(msgspec.Struct, omit_defaults=True):
     """Seconds on CLOCK_MONOTONIC; None where the choice never got there."""
 
     arrival_s: float = 0.0
+    tokenize_s: float | None = None  # the tokenizer began
+    tokenized_s: float | None = None  # and was done
     queued_s: float | None = None  # the engine received it
     scheduled_s: float | None = None  # first scheduled
     first_token_s: float | None = None
     last_token_s: float | None = None
+    detokenize_s: float | None = None  # the detokenizer got the first token
+    detokenized_s: float | None = None  # and gave out the last text
 
 
 class ChoiceEnded(msgspec.Struct, omit_defaults=True):
@@ -244,6 +251,10 @@ class Load(msgspec.Struct, omit_defaults=True):
     steps: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    waiting_preempted: int = 0  # of those waiting
+    waiting_for: Literal["slots", "kv_pages", "batch_tokens"] = "batch_tokens"  # what the first of the others lacks
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # of these, found
 
 
 class Beat(Message):
@@ -287,6 +298,12 @@ class Shutdown(Message):
     """End now."""
 
 
+class SetLogLevel(Message):
+    """Log from this level on; ``ControlClient.poll`` sees to it."""
+
+    level: LogLevel
+
+
 class Health(Message):
     """The supervisor's snapshot; /health/* on both ports answers from it."""
 
@@ -312,4 +329,4 @@ TokenizerInbox = TokenizeRequest | AbortRequest
 DetokenizerInbox = StepOutput
 ApiInbox = Deltas | RequestAccepted | RequestRefused
 ToSupervisor = Beat | Ready | Fatal
-FromSupervisor = Health | PeerDown | Drain | Shutdown
+FromSupervisor = Health | PeerDown | Drain | Shutdown | SetLogLevel

@@ -33,7 +33,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class VllmMetric:
-    """``source`` is summed over the labels that this one lacks. ``rename`` maps label values; ``labels`` are in full."""
+    """``labels`` in full; ``source`` is summed over those that this one lacks. ``rename`` maps values of labels."""
 
     name: str
     kind: Kind
@@ -65,10 +65,10 @@ TOKEN_BUCKETS = _with(
 )
 REQUEST_BUCKETS = _with(_VLLM_REQUEST, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.4, 3.0, 7.5)
 # 1-2-5 to a million tokens
-LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)) + (1e6,)
+LENGTH_BUCKETS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 STEP_TOKENS_BUCKETS = _VLLM_STEP_TOKENS
-STEP_BUCKETS = (0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1,
-                0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)  # fmt: skip
+STEP_BUCKETS = (0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
+                0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)  # fmt: skip
 # The host's part of a step is bounded at half a millisecond by design: below 1 ms is where it lives.
 HOST_BUCKETS = (0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05,
                 0.1, 0.5, 1.0)  # fmt: skip
@@ -113,7 +113,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("mizzen_requests_waiting", "gauge",
            "Requests that wait in the engine, by what the first of them waits for: a slot, KV pages, the step's token"
            " budget; or preempted ones.", "supervisor", ("reason",), values=WAITING_REASONS),
-    Metric("mizzen_preemptions_total", "counter", "Requests that lost their KV pages and are computed again.", "engine"),
+    Metric("mizzen_preemptions_total", "counter",
+           "Requests that lost their KV pages and are computed again.", "engine"),
     Metric("mizzen_requests_finished_total", "counter",
            "Answers that ended after they were accepted; abort: the client left.", "api", ("reason",),
            values=FINISH_REASONS),

@@ -8,7 +8,7 @@ slot, and a preempted request's return to the queue, wait for the results in fli
 a fixed number of vector operations; Python loops run over events only (a page is full, a request starts or ends).
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -85,6 +85,8 @@ class Scheduler:
         self._updated_step = -1
         self._generated_tokens = 0
         self._preemptions = 0
+        self._prefix_queries = 0  # tokens, of prompts at their first admission
+        self._prefix_hits = 0
 
     # ---- requests come and go ----
 
@@ -110,7 +112,16 @@ class Scheduler:
             steps=self._updated_step + 1,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
+            waiting_preempted=self._waiting.num_preempted + self._num_preempted,
+            waiting_for=self._waiting_for(),
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
         )
+
+    def _waiting_for(self) -> Literal["slots", "kv_pages", "batch_tokens"]:
+        if not self._slots.num_free:
+            return "slots"
+        return "batch_tokens" if self._blocked_at is None else "kv_pages"
 
     def add(self, request: Request, now: float) -> None:
         assert request.sampling.max_tokens is not None
@@ -120,7 +131,7 @@ class Scheduler:
             request=request,
             max_len=max_len,
             key=policy_key(self._policy, request, self._next_number),
-            timings=Timings(arrival_s=request.arrival_s, queued_s=now),
+            timings=Timings(request.arrival_s, request.tokenize_s, request.tokenized_s, queued_s=now),
             tokens=np.require(request.prompt, np.int32, ("C", "W")),  # a view of a message's bytes is read-only
         )
         self._next_number += 1
@@ -391,6 +402,8 @@ class Scheduler:
             )
             if state.cached_tokens is None:
                 state.cached_tokens = hit
+                self._prefix_queries += count
+                self._prefix_hits += hit
                 state.timings.scheduled_s = now
             state.tokens = _NO_TOKENS  # the slot has them now
             row = self._commit_chunk(slot, min(budget, count - hit))

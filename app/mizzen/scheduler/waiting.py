@@ -27,7 +27,7 @@ class WaitingQueue:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._sorted: list[tuple[tuple[int, ...], RequestState]] = []
-        self._num_preempted = 0
+        self.num_preempted = 0  # of those here
         self._passed = 0
 
     def __len__(self) -> int:
@@ -35,13 +35,13 @@ class WaitingQueue:
 
     def add(self, state: RequestState) -> None:
         insort(self._sorted, (self._key(state), state))
-        self._num_preempted += state.preempted
+        self.num_preempted += state.preempted
 
     def remove(self, state: RequestState) -> None:
         index = bisect_left(self._sorted, (self._key(state),))
         assert self._sorted[index][1] is state
         del self._sorted[index]
-        self._num_preempted -= state.preempted
+        self.num_preempted -= state.preempted
         self._passed = self._passed + 1 if index else 0
 
     def _key(self, state: RequestState) -> tuple[int, ...]:
@@ -52,10 +52,10 @@ class WaitingQueue:
 
         ``match`` gives the length of a request's cached prefix.
         """
-        if self._policy != "longest-prefix" or self._num_preempted or self._passed >= MAX_PASSED:
+        if self._policy != "longest-prefix" or self.num_preempted or self._passed >= MAX_PASSED:
             while self._sorted:
                 yield self._sorted[0][1]
-                if self._policy == "longest-prefix" and not self._num_preempted:
+                if self._policy == "longest-prefix" and not self.num_preempted:
                     return  # the others are ranked in the next step
             return
         first = [state for _, state in islice(self._sorted, MAX_MATCHED)]

@@ -1,16 +1,24 @@
-"""The supervisor's health port: threads of their own answer from the last snapshot, and know when it is stale."""
+"""The supervisor's health port: threads of their own answer from the last snapshot, and know when it is stale.
+
+/metrics is here too, in those threads: a metrics process that does not answer holds up nobody else.
+"""
 
 import json
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from mizzen.errors import AuthenticationFailed, RequestError, RouteNotFound
 from mizzen.ipc.messages import Health
+from mizzen.observability.feed import EXPOSITION_TYPE, UNAVAILABLE
 from mizzen.observability.health import UNKNOWN, Probe, render
+from mizzen.server.auth import Keys
 from mizzen.supervisor.listen import listen
 
 PROBES: dict[str, Probe] = {
@@ -22,10 +30,20 @@ PROBES: dict[str, Probe] = {
 STALE_S = 5.0  # the main loop publishes several times a second: if it has not for this long, it hangs
 
 
+@dataclass(frozen=True, slots=True)
+class MetricsEndpoint:
+    """``ask`` gives the exposition, or None if it cannot be had now. ``keys``: a request needs one of them."""
+
+    ask: Callable[[], bytes | None]
+    keys: Keys | None
+
+
 class HealthServer:
     """Bound when made, serving from ``start`` to ``close``. ``publish`` replaces the snapshot."""
 
-    def __init__(self, host: str, port: int, *, stale_s: float = STALE_S) -> None:
+    def __init__(
+        self, host: str, port: int, *, stale_s: float = STALE_S, metrics: MetricsEndpoint | None = None
+    ) -> None:
         self._stale_s = stale_s
         self._snapshot = (UNKNOWN, time.monotonic())
         snapshot = self.snapshot
@@ -34,6 +52,7 @@ class HealthServer:
             def answer(self, probe: Probe) -> tuple[int, dict[str, Any]]:
                 return render(snapshot(), probe)
 
+        Handler.metrics = metrics
         socket = listen(host, port, host_setting="MIZZEN_HEALTH_HOST", port_setting="MIZZEN_HEALTH_PORT")
         self._server = _Server(socket.getsockname(), Handler, bind_and_activate=False)
         self._server.socket.close()
@@ -76,21 +95,42 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = 5.0  # seconds that a client may take to send its request
+    metrics: MetricsEndpoint | None = None
 
     def answer(self, probe: Probe) -> tuple[int, dict[str, Any]]:
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        probe = PROBES.get(urlsplit(self.path).path)
-        if probe is None:
-            message = f"only {', '.join(PROBES)} are here"
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
-            status, body = 404, {"error": error}
-        else:
+        path = urlsplit(self.path).path
+        probe = PROBES.get(path)
+        if probe is not None:
             status, body = self.answer(probe)
-        data = json.dumps(body).encode()
+            self._send(status, json.dumps(body).encode(), "application/json")
+        elif path == "/metrics" and self.metrics is not None:
+            self._send_metrics(self.metrics)
+        else:
+            paths = [*PROBES, "/metrics"] if self.metrics is not None else PROBES
+            self._refuse(RouteNotFound(f"only {', '.join(paths)} are here"))
+
+    def _send_metrics(self, metrics: MetricsEndpoint) -> None:
+        if metrics.keys is not None:
+            try:
+                metrics.keys.check(self.headers.get("authorization", "").encode("latin-1"))
+            except AuthenticationFailed as error:
+                self._refuse(error)
+                return
+        text = metrics.ask()
+        if text is None:
+            self._send(503, UNAVAILABLE, "text/plain; charset=utf-8")
+        else:
+            self._send(200, text, EXPOSITION_TYPE)
+
+    def _refuse(self, error: RequestError) -> None:
+        self._send(error.status, json.dumps(error.wire().body()).encode(), "application/json")
+
+    def _send(self, status: int, data: bytes, content_type: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()

@@ -20,11 +20,15 @@ import zmq
 from mizzen.config.config import Config
 from mizzen.config.resolve import describe
 from mizzen.ipc.channels import address, configure, encode
-from mizzen.ipc.messages import Health, ToSupervisor
+from mizzen.ipc.messages import Health, Ready, SetLogLevel, ToSupervisor
+from mizzen.observability.feed import QUERY_TIMEOUT_S, Feed, MetricsSender, query_metrics
+from mizzen.observability.logs import set_level
+from mizzen.server.auth import Keys
 from mizzen.supervisor import run_dir as run_dirs
 from mizzen.supervisor.actions import Action, Exit, Kill, LastWords, Log, Send, Spawn, WriteModel
-from mizzen.supervisor.health import HealthServer
+from mizzen.supervisor.health import HealthServer, MetricsEndpoint
 from mizzen.supervisor.listen import listen
+from mizzen.supervisor.metrics import SupervisorMetrics
 from mizzen.supervisor.policy import Policy
 from mizzen.supervisor.processes import Processes
 from mizzen.supervisor.spec import ProcessSpec, service_specs
@@ -50,10 +54,6 @@ def serve(config: Config, specs: Callable[[Config, int], tuple[ProcessSpec, ...]
         api = listen(server.host, server.port, host_setting="MIZZEN_HOST", port_setting="MIZZEN_PORT")
         stack.enter_context(api)
         health = None
-        if server.health_port:
-            health = HealthServer(server.health_host, server.health_port)
-            stack.callback(health.close)
-            health.start()
         run_dir = run_dirs.create(config.run_dir_parent)
         stack.callback(run_dirs.remove, run_dir)
         run_dirs.write_config(run_dir, config)
@@ -61,6 +61,10 @@ def serve(config: Config, specs: Callable[[Config, int], tuple[ProcessSpec, ...]
         stack.callback(processes.close)
         context: Any = zmq.Context()
         stack.callback(context.destroy, linger=0)
+        if server.health_port:
+            health = HealthServer(server.health_host, server.health_port, metrics=_metrics(config, context, run_dir))
+            stack.callback(health.close)
+            health.start()
         log.info("starting", url=f"http://{server.host}:{server.port}", run_dir=str(run_dir), config=describe(config))
         supervisor = Supervisor(config, specs(config, api.fileno()), run_dir, processes, context, health, wakeup)
         return supervisor.run()
@@ -82,6 +86,9 @@ class Supervisor:
         self._policy = Policy(specs, config.supervisor)
         self._run_dir = run_dir
         self._processes = processes
+        self._metrics = None
+        if config.metrics.enabled:
+            self._metrics = SupervisorMetrics(Feed(MetricsSender(context, run_dir).send))
         self._health_server = health
         self._wakeup = wakeup
         self._control = context.socket(zmq.ROUTER)
@@ -95,6 +102,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._published: tuple[Any, ...] = ()
         self._next_health_s = 0.0
+        self._log_level = config.log.level
 
     def run(self) -> int:
         self._do(self._policy.start(time.monotonic()))
@@ -115,7 +123,9 @@ class Supervisor:
         except BlockingIOError:
             return
         for number in numbers:
-            if number != signal.SIGCHLD:  # that one only wakes: _reap looks every time
+            if number == signal.SIGUSR1:
+                self._toggle_debug()
+            elif number != signal.SIGCHLD:  # that one only wakes: _reap looks every time
                 log.info("signal", name=signal.Signals(number).name)
                 self._do(self._policy.interrupt(time.monotonic()))
 
@@ -125,7 +135,22 @@ class Supervisor:
                 name, data = self._control.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._do(self._policy.receive(name.decode(), _decode(data), time.monotonic()))
+            message = _decode(data)
+            self._do(self._policy.receive(name.decode(), message, time.monotonic()))
+            if isinstance(message, Ready) and self._log_level != self._config.log.level:
+                self._send_log_level(name.decode())
+
+    def _toggle_debug(self) -> None:
+        """SIGUSR1: everything is logged, in every process; and again: what the settings say."""
+        configured = self._config.log.level
+        self._log_level = "debug" if self._log_level == configured != "debug" else configured
+        set_level(self._log_level)
+        log.warning("log level", level=self._log_level)
+        for name in self._policy.running:
+            self._send_log_level(name)
+
+    def _send_log_level(self, name: str) -> None:
+        self._control.send_multipart([name.encode(), encode(SetLogLevel(self._log_level))], zmq.NOBLOCK)
 
     def _reap(self) -> None:
         now = time.monotonic()
@@ -178,6 +203,8 @@ class Supervisor:
         health = self._policy.health(now)
         if self._health_server is not None:
             self._health_server.publish(health)
+        if self._metrics is not None:
+            self._metrics.report(health, self._policy, now)
         essence = _essence(health)
         if essence == self._published and now < self._next_health_s:
             return
@@ -188,6 +215,13 @@ class Supervisor:
         for name in self._policy.running:
             if self._specs[name].kind == "api":
                 self._control.send_multipart([name.encode(), data], zmq.NOBLOCK)
+
+
+def _metrics(config: Config, context: Any, run_dir: Path) -> MetricsEndpoint | None:
+    if not config.metrics.enabled:
+        return None
+    keys = Keys(config.server.api_keys) if config.metrics.require_key else None
+    return MetricsEndpoint(lambda: query_metrics(context, run_dir, QUERY_TIMEOUT_S), keys)
 
 
 def _essence(health: Health) -> tuple[Any, ...]:
@@ -202,7 +236,7 @@ def _signals() -> Iterator[socket.socket]:
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         numbers.append(signal.SIGHUP)
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}

@@ -2,7 +2,8 @@
 
 Every method takes the time and returns actions in the order in which they must happen. A group (all engine ranks, or
 one other process) is restarted whole: none of it runs again before all of it is gone. A restart counts against the
-group's budget; over the budget, or at a configuration error, the service ends.
+group's budget; over the budget, or at a configuration error, the service ends. Only the metrics process is different:
+the service is ready without it, and does not end because of it.
 """
 
 import signal
@@ -28,7 +29,7 @@ from mizzen.ipc.messages import (
     ToSupervisor,
 )
 from mizzen.supervisor.actions import Action, Exit, Kill, LastWords, Log, Send, Spawn, WriteModel
-from mizzen.supervisor.spec import Kind, ProcessSpec
+from mizzen.supervisor.spec import FIRST, Kind, ProcessSpec
 
 SHUTDOWN_GRACE_S = 2.0  # between Shutdown and SIGKILL
 MAX_BACKOFF_S = 30.0
@@ -70,6 +71,7 @@ class Group:
     respawn_s: float | None = None
     killed_s: float | None = None  # set from the kill until all members are reaped
     started_s: float = 0.0
+    restarts: int = 0
 
     @property
     def alive(self) -> bool:
@@ -100,14 +102,13 @@ class Policy:
         self._stop_s = 0.0  # drain or stop: when it is over
         self._exit_code = 0
         self._epoch = 1
-        self._restarts = 0
         self._started = False  # has served once
         self._failed = False  # gave up
         self._model: ModelInfo | None = None
         self._engine: EngineInfo | None = None
         self._phase: Phase = "start"
         self._phase_s = 0.0
-        self._load_s = 0.0  # how long the engine took last time, from start to ready
+        self.engine_load_s = 0.0  # how long the engine took last time, from start to ready
         self._tick_s: float | None = None
         self._out: list[Action] = []
 
@@ -116,7 +117,7 @@ class Policy:
     def start(self, now: float) -> list[Action]:
         self._phase_s = self._stage_s = now
         for group in self._groups.values():
-            if group.members[0].kind in ("api", "prepare"):
+            if group.members[0].kind in FIRST:
                 self._spawn(group, now)
         return self._take(now)
 
@@ -152,7 +153,7 @@ class Policy:
             if process.kind == "prepare" and exit_code == 0 and self._model is not None:
                 process.state = "done"
                 for group in self._groups.values():
-                    if group.members[0].kind not in ("api", "prepare") and self._stage == "run":
+                    if group.members[0].kind not in FIRST and self._stage == "run":
                         self._spawn(group, now)
             else:
                 self._fail(process, _how_it_ended(exit_code), now)
@@ -228,13 +229,22 @@ class Policy:
             engine=self._engine,
             load=(engine.beat.load if engine and engine.beat else None) or Load(),
             processes={process.name: self._shown_state(process) for process in self._processes.values()},
-            restarts=self._restarts,
+            restarts=sum(self.restarts.values()),
             retry_after_s=self._retry_after(now),
         )
 
     @property
     def running(self) -> list[str]:
         return [process.name for process in self._processes.values() if process.alive]
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """By group, so far."""
+        return {group.name: group.restarts for group in self._groups.values()}
+
+    def heartbeat_ages_s(self, now: float) -> dict[str, float]:
+        """Of the processes that run: time since their last sign of life."""
+        return {process.name: now - process.beat_s for process in self._processes.values() if process.alive}
 
     # ---- transitions ----
 
@@ -258,7 +268,7 @@ class Policy:
             seconds = now - group.started_s
             self._log("info", "ready", name=group.name, seconds=round(seconds, 2))
             if process.kind == "engine":
-                self._load_s = seconds
+                self.engine_load_s = seconds
 
     def _fail(self, process: Process, why: str, now: float) -> None:
         """``process`` died or must die: its group goes, peers hear of it, a restart is planned or the service ends."""
@@ -279,14 +289,14 @@ class Policy:
         group.failures.append(now)
         while group.failures[0] <= now - self._config.restart_window_s:
             group.failures.popleft()
-        if len(group.failures) > self._config.max_restarts:
+        if len(group.failures) > self._config.max_restarts and process.kind != "metrics":
             self._failed = True
             window = f"MIZZEN_MAX_RESTARTS={self._config.max_restarts} in {self._config.restart_window_s:g} s"
             self._stop(
                 EXIT_FAILED, f"{group.name} failed {len(group.failures)} times ({window}); at last: {reason}", now
             )
             return
-        self._restarts += 1
+        group.restarts += 1
         group.respawn_s = now + max(SETTLE_S, _backoff(len(group.failures)))
 
     def _tell_peers(self, kind: Kind, group: str) -> None:
@@ -296,6 +306,7 @@ class Policy:
             "detokenizer": ("api", "engine"),
             "api": ("detokenizer", "engine"),
             "prepare": (),
+            "metrics": (),
         }
         for peer in self._processes.values():
             if peer.kind in told[kind] and (peer.kind != "engine" or peer.name == "engine-0"):
@@ -369,7 +380,9 @@ class Policy:
 
     def _all_ready(self) -> bool:
         return all(
-            process.state == ("done" if process.kind == "prepare" else "ready") for process in self._processes.values()
+            process.state == ("done" if process.kind == "prepare" else "ready")
+            for process in self._processes.values()
+            if process.kind != "metrics"
         )
 
     def _slowest(self) -> Process | None:
@@ -398,9 +411,9 @@ class Policy:
         if self._all_ready():
             return 1.0 if self._stage == "run" else 5.0
         group = self._groups.get("engine")
-        if group is None or self._load_s == 0.0:
+        if group is None or self.engine_load_s == 0.0:
             return 5.0
-        return min(60.0, max(1.0, self._load_s - (now - group.started_s if group.alive else 0.0)))
+        return min(60.0, max(1.0, self.engine_load_s - (now - group.started_s if group.alive else 0.0)))
 
 
 def _backoff(failures: int) -> float:

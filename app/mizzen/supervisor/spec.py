@@ -6,7 +6,8 @@ from typing import Literal
 
 from mizzen.config.config import Config
 
-Kind = Literal["api", "prepare", "tokenizer", "detokenizer", "engine"]
+Kind = Literal["api", "prepare", "metrics", "tokenizer", "detokenizer", "engine"]
+FIRST: tuple[Kind, ...] = ("api", "prepare", "metrics")  # started at once; the others when the model is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ def service_specs(config: Config, api_fd: int) -> tuple[ProcessSpec, ...]:
         for i in range(config.server.api_workers)
     ]
     specs.append(_spec("prepare", "prepare", "mizzen.models.prepare"))
+    if config.metrics.enabled:
+        specs.append(_spec("metrics", "metrics", "mizzen.observability.metrics_worker"))
     specs += [
         _spec("tokenizer", f"tokenizer-{i}", "mizzen.tokenizer.tokenize_worker")
         for i in range(config.tokenizer_workers)
