@@ -64,6 +64,7 @@ class Client:
 
     def finish(self, handle: int) -> Finish:
         [finish] = [d.finish for d in self.deltas if d.request_id == f"r{handle}" and d.finish is not None]
+        finish.timings.detokenize_s = finish.timings.detokenized_s = None  # when, is this machine's affair
         return finish
 
 
@@ -288,3 +289,15 @@ def test_any_run_gives_each_choice_its_text_and_one_finish(data: st.DataObject) 
         assert client.finish(i).completion_tokens == len(tokens[i])
         assert mine[-1].finish is not None
     assert client.detokenizer.is_empty
+
+
+def test_a_finish_tells_when_the_first_token_came_and_the_last_text_left() -> None:
+    ticks = iter((10.0, 11.0, 12.0, 13.0))
+    detokenizer = Detokenizer(BYTE_LEVEL, (EOS,), clock=lambda: next(ticks))
+    detokenizer.handle(StepOutput(1, reset=True))
+    detokenizer.handle(step(started=[start(1), start(2)]))
+    for token in IDS[:3]:
+        detokenizer.handle(step({1: token}))
+    deltas, _ = detokenizer.handle(step(ended=[end(1, "length", 3), end(2, "abort", 0)]))
+    timings = [delta.finish.timings for delta in deltas[0] if delta.finish is not None]
+    assert [(t.detokenize_s, t.detokenized_s) for t in timings] == [(10.0, 11.0), (None, 12.0)]

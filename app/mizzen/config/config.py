@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 
 SchedulingPolicy = Literal["fcfs", "priority", "longest-prefix", "longest-output"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Otlp = Literal["grpc", "http/protobuf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "null"]
 
 
@@ -76,9 +78,24 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
 
 class LogConfig(msgspec.Struct, frozen=True):
-    level: Literal["debug", "info", "warning", "error"]
+    level: LogLevel
     format: Literal["console", "json"]
     interval_s: float  # engine progress line
+    access: bool = True  # a line a request
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True):
+    """What OTEL_* variables turn on. Endpoints, headers, sampler and the rest are the SDK's to read."""
+
+    traces: Otlp | None = None
+    metrics: Otlp | None = None
+    content: bool = False  # prompts may leave the service, in spans
+
+
+class MetricsConfig(msgspec.Struct, frozen=True):
+    enabled: bool = True
+    vllm: bool = True  # the same numbers under vLLM's names too
+    require_key: bool = False  # /metrics needs an API key
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -88,3 +105,5 @@ class Config(msgspec.Struct, frozen=True):
     log: LogConfig
     tokenizer_workers: int
     run_dir_parent: str | None
+    metrics: MetricsConfig = MetricsConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

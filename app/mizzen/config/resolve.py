@@ -16,12 +16,15 @@ from mizzen.config.config import (
     Config,
     EngineConfig,
     LogConfig,
+    MetricsConfig,
     ModelConfigSource,
     SchedulerConfig,
     ServerConfig,
     SupervisorConfig,
+    TelemetryConfig,
 )
 from mizzen.config.settings import Settings
+from mizzen.config.telemetry import resolve_telemetry
 from mizzen.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -41,6 +44,9 @@ def resolve(settings: Settings) -> Config:
     keys: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     device: Literal["cpu", "cuda"] = "cpu"
+    telemetry = TelemetryConfig()
+    with collect():
+        telemetry = resolve_telemetry(os.environ, content=settings.trace_content)
     with collect():
         keys = api_keys(settings)
     with collect():
@@ -116,9 +122,11 @@ def resolve(settings: Settings) -> Config:
                 cache_dir=str(Path(settings.cache_dir or f"{cache_home}/mizzen").expanduser()),
             ),
         ),
-        log=LogConfig(level=settings.log_level, format=settings.log_format, interval_s=settings.log_interval_s),
+        log=LogConfig(settings.log_level, settings.log_format, settings.log_interval_s, settings.access_log),
         tokenizer_workers=settings.tokenizer_workers,
         run_dir_parent=settings.run_dir or runtime_dir(),
+        metrics=MetricsConfig(settings.metrics, settings.vllm_metrics, settings.metrics_require_key),
+        telemetry=telemetry,
     )
 
 

@@ -212,6 +212,26 @@ class Settings(BaseSettings):
     log_interval_s: Seconds = _setting(
         10.0, "Logs", "Time between the engine's progress lines while it works; 0 is off.", ge=0, le=86_400
     )
+    access_log: bool = _setting(
+        True, "Logs", "A line for each request, when it has ended; none has text of prompts.", allowed="true or false"
+    )
+
+    # ---- traces ----
+    trace_content: bool = _setting(
+        False,
+        "Traces",
+        "Spans carry the prompts too. Where spans go is said by the standard OTEL_* variables; without them, nowhere.",
+        allowed="true or false",
+    )
+
+    # ---- metrics ----
+    metrics: bool = _setting(True, "Metrics", "Counts, and answers /metrics on both ports.", allowed="true or false")
+    vllm_metrics: bool = _setting(
+        True, "Metrics", "Exposes the metrics under vLLM's names too.", allowed="true or false"
+    )
+    metrics_require_key: bool = _setting(
+        False, "Metrics", "/metrics needs one of MIZZEN_API_KEYS as well.", allowed="true or false"
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -341,4 +361,6 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
 def default_text(field: FieldInfo) -> str:
     if field.default is None:
         return ""
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)

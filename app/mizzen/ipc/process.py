@@ -31,8 +31,10 @@ from mizzen.ipc.messages import (
     ModelInfo,
     Phase,
     Ready,
+    SetLogLevel,
     ToSupervisor,
 )
+from mizzen.observability.logs import configure_logging, set_level
 
 BEAT_INTERVAL_S = 0.25
 _PR_SET_PDEATHSIG = 1
@@ -77,12 +79,17 @@ class ControlClient:
         self.send(Ready(engine, model))
 
     def poll(self) -> list[FromSupervisor]:
+        """What has arrived, without what is the same for every process: the log level."""
         messages: list[FromSupervisor] = []
         while True:
             try:
-                messages.append(_decode(self.socket.recv(zmq.NOBLOCK)))
+                message: FromSupervisor = _decode(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return messages
+            if isinstance(message, SetLogLevel):
+                set_level(message.level)
+            else:
+                messages.append(message)
 
     def close(self, linger_ms: int = 1000) -> None:
         """Waits up to ``linger_ms`` for what was sent to leave: a Fatal must arrive."""
@@ -126,8 +133,6 @@ def child_process(module: str, *options: str) -> Iterator[Child]:
     if os.getppid() != args.parent:  # it died before prctl took effect
         os._exit(EXIT_FAILED)
     config = msgspec.json.decode((args.run_dir / "config.json").read_bytes(), type=Config)
-    from mizzen.observability.logs import configure_logging
-
     configure_logging(config.log, process=args.name)
     context: Any = zmq.Context()
     control = ControlClient(context, args.run_dir, args.name)

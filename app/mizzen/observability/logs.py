@@ -7,9 +7,14 @@ from typing import Any
 
 import structlog
 
-from mizzen.config.config import LogConfig
+from mizzen.config.config import LogConfig, LogLevel
 
 _QUIET = {"httpx": "WARNING", "httpcore": "WARNING", "filelock": "WARNING"}  # a line a request at INFO
+
+
+def set_level(level: LogLevel) -> None:
+    """Changes what is logged from now on, in this process. Libraries stay as quiet as they are."""
+    logging.getLogger().setLevel(level.upper())
 
 
 def configure_logging(log: LogConfig, process: str) -> None:

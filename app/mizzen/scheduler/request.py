@@ -20,6 +20,8 @@ class Request:
     sampling: SamplingParams
     seed: int
     arrival_s: float
+    tokenize_s: float | None = None  # for Timings alone, as is the next
+    tokenized_s: float | None = None
     deadline_s: float | None = None
     priority: int = 0
     cache_salt: str | None = None

@@ -3,11 +3,12 @@
 A request passes the gate (path, key), then its route; what can be refused is refused before a stream's 200.
 """
 
+import asyncio
 import hashlib
-import hmac
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -28,9 +29,12 @@ from mizzen.errors import (
     RequestFailed,
     RouteNotFound,
 )
+from mizzen.observability.feed import EXPOSITION_TYPE, UNAVAILABLE
 from mizzen.observability.health import Probe, render
 from mizzen.observability.record import CLIENT_GONE, InferenceRecord, Observer, emit_to
+from mizzen.observability.requests import RequestMetrics
 from mizzen.server.asgi import ErrorResponse, EventStream, JsonBytes, Streams, Watchers, read_body, refusal
+from mizzen.server.auth import Keys
 from mizzen.server.client import ClientGone, EngineClient
 from mizzen.server.convert import Job, chat_job, completion_job
 from mizzen.server.http import ABORT
@@ -43,10 +47,22 @@ OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/health/startup", "/v
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class ApiMetrics:
+    """``ask`` gives the whole service's exposition, or None if it cannot be had now; it blocks."""
+
+    requests: RequestMetrics
+    ask: Callable[[], bytes | None]
+    require_key: bool
+
+
 class Api:
     """What the routes share."""
 
-    def __init__(self, client: EngineClient, config: ServerConfig, trace_content: bool) -> None:
+    def __init__(
+        self, client: EngineClient, config: ServerConfig, metrics: ApiMetrics | None, trace_content: bool
+    ) -> None:
+        self._metrics = metrics
         self.streams = Streams()
         self._trace_content = trace_content
         self._client = client
@@ -85,6 +101,8 @@ class Api:
             num_choices=job.num_choices,
             prompts=job.prompts if self._trace_content else None,
         )
+        if self._metrics is not None:
+            inference.pace = self._metrics.requests.pace(record, inference)
         answer = self._client.submit(job, record)
         header = make_header(kind, answer.request_id, job.model, self._fingerprint())
         inference.response_id = header.id
@@ -101,9 +119,7 @@ class Api:
                 pass
             return JsonBytes(whole.body(header))
         except BaseException:
-            self._client.leave(
-                answer
-            )  # refused (then it has ended), cancelled, or a bug: the engine must not go on for nobody
+            self._client.leave(answer)  # cancelled, or a bug: the engine must not go on for nobody
             raise
 
     def _names(self) -> tuple[str, ...]:
@@ -146,6 +162,14 @@ class Api:
     async def version(self) -> Response:
         return JsonBytes(encode({"version": __version__}))
 
+    async def metrics(self) -> Response:
+        assert self._metrics is not None
+        text = await asyncio.to_thread(self._metrics.ask)
+        headers = {"cache-control": "no-store"}
+        if text is None:
+            return Response(UNAVAILABLE, 503, headers, "text/plain")
+        return Response(text, 200, headers | {"content-type": EXPOSITION_TYPE})
+
     async def ready(self) -> Response:
         return self._probe("ready")
 
@@ -167,11 +191,14 @@ class Api:
 class Gate:
     """The outermost layer: tidies the path, checks the key, keeps the record, and turns a bug into a logged 500."""
 
-    def __init__(self, app: ASGIApp, client: EngineClient, keys: Iterable[str], observers: Sequence[Observer]) -> None:
+    def __init__(
+        self, app: ASGIApp, client: EngineClient, keys: Keys, open_paths: Sequence[str], observers: Sequence[Observer]
+    ) -> None:
         self._app = app
         self._client = client
         self._emit = emit_to(observers)
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] = tidy(scope["path"])
@@ -190,7 +217,7 @@ class Gate:
             await send(message)
 
         try:
-            if self._digests and path not in OPEN_PATHS:
+            if self._keys and path not in self._open_paths:
                 record.api_key = self._authenticate(scope)
             await self._app(scope, receive, sender)
         except AuthenticationFailed as error:
@@ -211,16 +238,9 @@ class Gate:
             record.http_done()
 
     def _authenticate(self, scope: Scope) -> int:
-        """The key's number, from 1. Compares with every key, in time that depends on none of them."""
+        """The key's number, from 1."""
         value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = value.partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
-            raise AuthenticationFailed("No API key was given: send the header 'Authorization: Bearer KEY'")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
-            raise AuthenticationFailed("The API key is wrong")
-        return matches.index(True) + 1
+        return self._keys.check(value) + 1
 
 
 def tidy(path: str) -> str:
@@ -255,15 +275,25 @@ async def _on_bug(_request: Request, _error: Exception) -> Response:
 
 
 def create_app(
-    client: EngineClient, config: ServerConfig, observers: Sequence[Observer] = (), *, trace_content: bool = False
+    client: EngineClient,
+    config: ServerConfig,
+    observers: Sequence[Observer] = (),
+    *,
+    metrics: ApiMetrics | None = None,
+    trace_content: bool = False,
 ) -> tuple[ASGIApp, Streams]:
-    """The ASGI app, and its streams for the caller to sweep. ``observers`` get each request's record, in order."""
-    api = Api(client, config, trace_content)
+    """The ASGI app, and its streams for the caller to sweep.
+
+    ``observers``, and then the metrics, get each request's record, in order.
+    """
+    api = Api(client, config, metrics, trace_content)
     app = FastAPI(
         title="Mizzen",
         version=__version__,
         docs_url=None,  # both pages load their scripts from the internet
         redoc_url=None,
+        # FastAPI's own spans know nothing of the engine; observability/tracing.py exports one trace a request.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
         exception_handlers={
             RequestError: _on_request_error,
@@ -285,6 +315,11 @@ def create_app(
     add("/v1/models", api.models, ["GET"])
     add("/v1/models/{model_id:path}", api.model, ["GET"])
     add("/version", api.version, ["GET"])
+    open_paths = OPEN_PATHS
+    if metrics is not None:
+        add("/metrics", api.metrics, ["GET"])
+        observers = (*observers, metrics.requests)
+        open_paths = OPEN_PATHS if metrics.require_key else (*OPEN_PATHS, "/metrics")
     for path, endpoint in {
         "/health": api.ready,
         "/health/ready": api.ready,
@@ -301,4 +336,4 @@ def create_app(
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
-    return Gate(app, client, config.api_keys, observers), api.streams
+    return Gate(app, client, Keys(config.api_keys), open_paths, observers), api.streams

@@ -79,6 +79,7 @@ class Answer:
     ) -> None:
         self.request_id = request_id
         self.record = record
+        self._pace = record.inference.pace if record.inference is not None else None
         self.deadline_s = deadline_s
         self.accepted = False
         self.prompt_tokens: list[int] = []  # per prompt, once accepted
@@ -106,6 +107,8 @@ class Answer:
             self._raise_if_over()
             await self._wait()
         deltas, self._deltas = self._deltas, []
+        if self._pace is not None:
+            self._pace.add(deltas)
         return deltas
 
     def accept(self, prompt_tokens: list[int]) -> None:
@@ -213,7 +216,10 @@ class EngineClient:
     # ---- requests ----
 
     def submit(self, job: Job, record: RequestRecord) -> Answer:
-        """Sends a request on its way. ``record`` hears what becomes of it. Raises ServiceNotReady, QueueFull or InvalidRequest (more choices than fit)."""
+        """Sends a request on its way; ``record`` hears what becomes of it.
+
+        Raises ServiceNotReady, QueueFull or InvalidRequest (more choices than fit).
+        """
         health = self.ready_health()
         assert health.engine is not None
         now = self._clock()

@@ -3,7 +3,9 @@
 ``Detokenizer`` is pure: steps of the engine in, deltas by api and stop requests out.
 """
 
+import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,6 +28,7 @@ class _Choice:
     """One choice's state, and what it will say in its next delta."""
 
     __slots__ = (
+        "detokenize_s",
         "detokenizer",
         "finish",
         "logprobs",
@@ -43,6 +46,7 @@ class _Choice:
         self.detokenizer = incremental_detokenizer(tokenizer, started.skip_special_tokens)
         self.stop_strings = StopStrings(started.stop, started.include_stop_str_in_output) if started.stop else None
         self.stop_string: str | None = None  # found: the text is over
+        self.detokenize_s: float | None = None  # when the first token arrived
         self.num_tokens = 0
         self.num_new_tokens = 0
         self.text = ""
@@ -84,7 +88,10 @@ class _Choice:
 class Detokenizer:
     """All live choices of one engine's life. ``eos_token_ids``: those that end a choice without a stop_reason."""
 
-    def __init__(self, tokenizer: HFTokenizer, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: HFTokenizer, eos_token_ids: tuple[int, ...], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._epoch = -1
@@ -149,6 +156,8 @@ class Detokenizer:
             if choice.stop_string is not None:
                 continue  # generated before the engine learned of the stop string
             touched[choice] = None
+            if not choice.num_tokens:
+                choice.detokenize_s = self._clock()
             choice.num_tokens += 1
             choice.num_new_tokens += 1
             if choice.started.return_token_ids:
@@ -188,6 +197,7 @@ class Detokenizer:
         if choice is None:
             return
         choice.end_text()
+        ended.timings.detokenize_s, ended.timings.detokenized_s = choice.detokenize_s, self._clock()
         self._touched[choice] = None
         started = choice.started
         finish = Finish(

@@ -117,7 +117,10 @@ def answer_request(tokenize: Tokenize, request: TokenizeRequest) -> Answer:
         log.exception("tokenizing failed", request_id=request.request_id)
         failed = RequestFailed("The server failed to tokenize the request")
         return [], RequestRefused(request.request_id, failed.wire())
-    log.debug("tokenized", request_id=request.request_id, seconds=round(time.monotonic() - started_s, 6))
+    ended_s = time.monotonic()
+    for choice in generate:
+        choice.tokenize_s, choice.tokenized_s = started_s, ended_s
+    log.debug("tokenized", request_id=request.request_id, seconds=round(ended_s - started_s, 6))
     return generate, accepted
 
 
