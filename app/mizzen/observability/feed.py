@@ -52,7 +52,7 @@ class Gauge:
         self.value = 0.0
 
     def set(self, value: float) -> None:
-        self.value = value
+        self.value = float(value)
 
 
 class Histogram:

@@ -8,11 +8,14 @@ and counts of what the engine did for it arrive a step later.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from mizzen.errors import WireError
 from mizzen.ipc.messages import Delta, Finish, Prompt
 from mizzen.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from mizzen.observability.requests import Pace
 
 CLIENT_GONE = 499  # nobody reads it; 499 as nginx logs it
 
@@ -41,6 +44,7 @@ class InferenceRecord:
     first_output_s: float | None = None  # the first delta of any choice arrived at the api
     last_output_s: float | None = None
     output_tokens: int = 0  # that arrived, of all choices
+    pace: "Pace | None" = None  # tokens on their way to the client, if metrics are on
     finishes: dict[int, Finish] = field(default_factory=dict)  # by choice; aborted ones too
 
     @property

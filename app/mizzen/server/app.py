@@ -315,7 +315,7 @@ def create_app(
     add("/v1/models", api.models, ["GET"])
     add("/v1/models/{model_id:path}", api.model, ["GET"])
     add("/version", api.version, ["GET"])
-    open_paths = OPEN_PATHS
+    open_paths: tuple[str, ...] = OPEN_PATHS
     if metrics is not None:
         add("/metrics", api.metrics, ["GET"])
         observers = (*observers, metrics.requests)

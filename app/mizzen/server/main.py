@@ -16,7 +16,9 @@ from mizzen.errors import ServiceNotReady
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender
 from mizzen.ipc.messages import ApiInbox, Drain, Shutdown
 from mizzen.ipc.process import BEAT_INTERVAL_S, Child, child_process
-from mizzen.server.app import create_app
+from mizzen.observability.feed import QUERY_TIMEOUT_S, Feed, MetricsSender, query_metrics
+from mizzen.observability.requests import RequestMetrics
+from mizzen.server.app import ApiMetrics, create_app
 from mizzen.server.client import EngineClient
 from mizzen.server.http import Server
 
@@ -43,7 +45,16 @@ class ApiProcess:
             max_queued=config.server.max_queued_requests,
             timeout_s=config.server.request_timeout_s,
         )
-        app, self._streams = create_app(self.client, config.server)
+        self._metrics_sender = MetricsSender(child.context, child.run_dir) if config.metrics.enabled else None
+        self._feed, metrics = None, None
+        if self._metrics_sender is not None:
+            self._feed = Feed(self._metrics_sender.send)
+            metrics = ApiMetrics(
+                RequestMetrics(self._feed, config.server.api_keys),
+                lambda: query_metrics(child.context, child.run_dir, QUERY_TIMEOUT_S),
+                config.metrics.require_key,
+            )
+        app, self._streams = create_app(self.client, config.server, metrics=metrics)
         self.server = Server(app, on_started=child.control.ready)
 
     async def serve(self, sock: socket.socket) -> None:
@@ -62,6 +73,8 @@ class ApiProcess:
             self._inbox.close()
             for sender in (self._engine, *self._tokenizers):
                 sender.close()
+            if self._metrics_sender is not None:
+                self._metrics_sender.close()
         if not heart.cancelled() and heart.done() and (error := heart.exception()):
             raise error
 
@@ -100,6 +113,8 @@ class ApiProcess:
             read_inbox()
             self.client.sweep()
             self._streams.sweep()
+            if self._feed is not None:
+                self._feed.flush()
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _on_heart_end(self, heart: "asyncio.Task[None]") -> None:
