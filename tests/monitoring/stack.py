@@ -26,7 +26,7 @@ PROMETHEUS = Path(__file__).parents[2] / "docker" / "prometheus"
 START_TIMEOUT_S = 30.0
 SHORTEST_S = 4
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_RANGE = re.compile(r"\[(\d+)([smhd])\]")
+_RANGE = re.compile(r"(\[|offset )(\d+[smhd])")
 
 
 def tool(name: str) -> str:
@@ -43,7 +43,7 @@ def seconds(duration: str) -> int:
 
 def shorten(expression: str) -> str:
     """Ranges in seconds where they were in minutes."""
-    return _RANGE.sub(lambda found: f"[{max(SHORTEST_S, seconds(found[1] + found[2]) // 60)}s]", expression)
+    return _RANGE.sub(lambda found: f"{found[1]}{max(SHORTEST_S, seconds(found[2]) // 60)}s", expression)
 
 
 def short_rules(path: Path) -> dict[str, Any]:
