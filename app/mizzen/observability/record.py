@@ -48,6 +48,14 @@ class InferenceRecord:
     finishes: dict[int, Finish] = field(default_factory=dict)  # by choice; aborted ones too
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counts once, however many answers it gets."""
+        n = self.sampling.n
+        return sum(self.prompt_tokens) or sum(
+            finish.prompt_tokens for index, finish in self.finishes.items() if index % n == 0
+        )
+
+    @property
     def completion_tokens(self) -> int:
         """As the usage counts them; for choices that never finished, what arrived of the request."""
         if len(self.finishes) == self.num_choices:
@@ -89,9 +97,16 @@ class RequestRecord:
     api_key: int | None = None  # its number, from 1, in the order of the settings
     ended_s: float = 0.0
     inference: InferenceRecord | None = None
-    trace_id: str | None = None  # set by tracing, which comes first of the observers
+    trace_id: str | None = None  # the client's, or set by tracing, which comes first of the observers
     _open: set[int] = field(default_factory=set)  # choices that the engine has not ended
     _http_open: bool = True
+
+    @property
+    def error_type(self) -> str | None:
+        """What went wrong, in one of a few words; None if nothing did."""
+        if self.client_gone:
+            return "client_disconnected"
+        return (self.error.code or self.error.type) if self.error is not None else None
 
     # ---- told by the engine client ----
 

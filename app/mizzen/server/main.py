@@ -7,20 +7,26 @@ first moment and connections wait in it while this process restarts.
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvloop
 
+from mizzen import __version__
 from mizzen.errors import ServiceNotReady
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender
 from mizzen.ipc.messages import ApiInbox, Drain, Shutdown
 from mizzen.ipc.process import BEAT_INTERVAL_S, Child, child_process
+from mizzen.observability.access import AccessLog
 from mizzen.observability.feed import QUERY_TIMEOUT_S, Feed, MetricsSender, query_metrics
+from mizzen.observability.record import Observer
 from mizzen.observability.requests import RequestMetrics
 from mizzen.server.app import ApiMetrics, create_app
 from mizzen.server.client import EngineClient
 from mizzen.server.http import Server
+
+if TYPE_CHECKING:
+    from mizzen.observability.otlp import Telemetry
 
 log = structlog.get_logger()
 
@@ -54,7 +60,17 @@ class ApiProcess:
                 lambda: query_metrics(child.context, child.run_dir, QUERY_TIMEOUT_S),
                 config.metrics.require_key,
             )
-        app, self._streams = create_app(self.client, config.server, metrics=metrics)
+        self._telemetry: Telemetry | None = None
+        if config.telemetry.traces is not None or config.telemetry.metrics is not None:
+            from mizzen.observability import otlp  # OpenTelemetry's SDK: loaded only to export
+
+            self._telemetry = otlp.Telemetry(config.telemetry, child.name, __version__)
+        observers: list[Observer] = [self._telemetry] if self._telemetry is not None else []
+        if config.log.access:
+            observers.append(AccessLog())
+        app, self._streams = create_app(
+            self.client, config.server, observers, metrics=metrics, trace_content=config.telemetry.content
+        )
         self.server = Server(app, on_started=child.control.ready)
 
     async def serve(self, sock: socket.socket) -> None:
@@ -68,6 +84,7 @@ class ApiProcess:
             await self.server.serve(sockets=[sock])
         finally:
             heart.cancel()
+            self.client.close()
             loop.remove_reader(self._inbox.socket.fileno())
             loop.remove_reader(self._child.control.socket.fileno())
             self._inbox.close()
@@ -75,6 +92,8 @@ class ApiProcess:
                 sender.close()
             if self._metrics_sender is not None:
                 self._metrics_sender.close()
+            if self._telemetry is not None:
+                self._telemetry.close()
         if not heart.cancelled() and heart.done() and (error := heart.exception()):
             raise error
 

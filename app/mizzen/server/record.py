@@ -16,12 +16,15 @@ __all__ = ["InferenceRecord", "Observer", "RequestRecord", "open_record", "recor
 
 _KEY = "mizzen.record"
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # else it could forge lines or bloat every log that quotes it
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-|$)")
 _MAX_TRACE_HEADER = 512
 
 
 def open_record(scope: Scope, emit: Callable[[RequestRecord], None]) -> RequestRecord:
     """The record of a request that begins now. Its id is the client's X-Request-Id if that is valid, else a new one."""
     headers = dict(scope["headers"])
+    traceparent = _trace_header(headers, b"traceparent")
+    parent = _TRACEPARENT.match(traceparent) if traceparent is not None else None
     request_id = headers.get(b"x-request-id", b"")
     named = _VALID_ID.fullmatch(request_id) is not None
     record = RequestRecord(
@@ -31,8 +34,9 @@ def open_record(scope: Scope, emit: Callable[[RequestRecord], None]) -> RequestR
         started_s=time.monotonic(),
         emit=emit,
         named_by_client=named,
-        traceparent=_trace_header(headers, b"traceparent"),
+        traceparent=traceparent,
         tracestate=_trace_header(headers, b"tracestate"),
+        trace_id=parent.group(1) if parent is not None else None,
     )
     scope[_KEY] = record
     return record
