@@ -102,13 +102,16 @@ class Feed:
             found = self._histograms[name, labels] = Histogram(BY_NAME[name].buckets)
         return found
 
-    def flush(self, *, force: bool = False) -> None:
-        """Sends what is new, at most every SEND_INTERVAL_S unless ``force``.
+    def due(self) -> bool:
+        return self._clock() >= self._next_s
+
+    def flush(self) -> None:
+        """Sends what is new, at most every SEND_INTERVAL_S.
 
         Counters are sent even if nothing was added: the metrics process may have been restarted, and must know them.
         """
         now = self._clock()
-        if now < self._next_s and not force:
+        if now < self._next_s:
             return
         self._next_s = now + SEND_INTERVAL_S
         samples = Samples(

@@ -113,6 +113,8 @@ class Supervisor:
             self._reap()
             self._do(self._policy.tick(time.monotonic()))
             self._publish()
+            if self._metrics is not None:
+                self._metrics.report(self._policy, time.monotonic())
         return self._exit_code
 
     # ---- events ----
@@ -203,8 +205,6 @@ class Supervisor:
         health = self._policy.health(now)
         if self._health_server is not None:
             self._health_server.publish(health)
-        if self._metrics is not None:
-            self._metrics.report(health, self._policy, now)
         essence = _essence(health)
         if essence == self._published and now < self._next_health_s:
             return

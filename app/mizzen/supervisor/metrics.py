@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from mizzen.ipc.messages import Health, Phase
+from mizzen.ipc.messages import Phase
 from mizzen.observability.feed import Feed
 from mizzen.supervisor.policy import Policy
 
@@ -12,9 +12,13 @@ class SupervisorMetrics:
         self._feed = feed
         self._restarts: dict[str, int] = {}  # as told so far
 
-    def report(self, health: Health, policy: Policy, now: float) -> None:
-        """Sends them, at most as often as the feed allows."""
-        feed, load = self._feed, health.load
+    def report(self, policy: Policy, now: float) -> None:
+        """Sends them, as often as the feed allows."""
+        feed = self._feed
+        if not feed.due():
+            return
+        health = policy.health(now)
+        load = health.load
         waiting = dict.fromkeys(("slots", "kv_pages", "batch_tokens"), 0)
         waiting[load.waiting_for] = load.waiting - load.waiting_preempted
         for reason, count in waiting.items():
