@@ -114,8 +114,11 @@ def client_in_its_own_process(port: int, model: str, streams: int, tokens: int) 
     return result
 
 
-def run(model: str, streams: int = 256, tokens: int = 200) -> dict[str, Any]:
-    """Throughput at ``streams`` streams, then the chain's latency with one request at a time."""
+def run(model: str, streams: int = 256, tokens: int = 200, **settings: str) -> dict[str, Any]:
+    """Throughput at ``streams`` streams, then the chain's latency with one request at a time.
+
+    ``settings``: more MIZZEN_* variables.
+    """
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MIZZEN_")} | {
         "MIZZEN_MODEL": model,
@@ -126,6 +129,7 @@ def run(model: str, streams: int = 256, tokens: int = 200) -> dict[str, Any]:
         "MIZZEN_MAX_BATCH_TOKENS": "8192",
         "MIZZEN_SERVED_MODEL_NAME": "null",
         "MIZZEN_LOG_LEVEL": "warning",
+        **settings,
     }
     process = subprocess.Popen([sys.executable, "-m", "mizzen.cli", "serve"], env=environment)
     try:
@@ -140,12 +144,29 @@ def run(model: str, streams: int = 256, tokens: int = 200) -> dict[str, Any]:
     return {"many": many, "alone": alone, "first_token_ms": float(np.median(first))}
 
 
+def compare(model: str, rounds: int) -> dict[str, Any]:
+    """Throughput with metrics on against off, in turns: both share the machine with whatever else runs."""
+    rates: dict[str, list[float]] = {"true": [], "false": []}
+    for _ in range(rounds):
+        for on, found in rates.items():
+            found.append(run(model, MIZZEN_METRICS=on)["many"]["tokens_a_second"])
+    return {
+        "on": rates["true"],
+        "off": rates["false"],
+        "ratio_of_best": max(rates["true"]) / max(rates["false"]),
+        "ratio_of_medians": float(np.median(rates["true"]) / np.median(rates["false"])),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
     parser.add_argument("--client", nargs=4, metavar=("PORT", "MODEL", "STREAMS", "TOKENS"))
+    parser.add_argument("--compare-metrics", type=int, metavar="ROUNDS", help="metrics on against off")
     args = parser.parse_args()
-    if args.client:
+    if args.compare_metrics:
+        print(json.dumps(compare(args.model, args.compare_metrics), indent=1))
+    elif args.client:
         port, model, streams, tokens = args.client
         print(json.dumps(asyncio.run(load(int(port), model, int(streams), int(tokens)))))
     else:

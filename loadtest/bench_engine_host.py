@@ -6,6 +6,7 @@ planning is apart: it belongs to the backend.
 """
 
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import numpy as np
 import zmq
 
 from mizzen.engine.loop import EngineLoop
+from mizzen.engine.meter import StepMeter
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender
 from mizzen.ipc.inproc import InprocChannel
 from mizzen.ipc.messages import GenerateRequest, StepOutput
@@ -23,6 +25,7 @@ from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
 from mizzen.model_runner.batch_state import BatchState, PreparedStep
 from mizzen.model_runner.runner import ModelRunner, NullExecutor
+from mizzen.observability.feed import Feed
 from mizzen.platform.cpu import CpuPlatform
 from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.scheduler import Scheduler
@@ -69,7 +72,7 @@ def _sink(run_dir: str) -> None:
         pass
 
 
-def build(run_dir: Path, max_batch_tokens: int) -> tuple[EngineLoop, Scheduler, InprocChannel]:
+def build(run_dir: Path, max_batch_tokens: int, metrics: bool) -> tuple[EngineLoop, Scheduler, InprocChannel]:
     scheduler = Scheduler(
         KVCache(
             RUNNING * 3000 // PAGE_SIZE,
@@ -95,7 +98,8 @@ def build(run_dir: Path, max_batch_tokens: int) -> tuple[EngineLoop, Scheduler, 
     runner = _HostRunner(state, NullExecutor(state, 1000, 1000), _NoDevice())
     inbox = InprocChannel()
     outbox = ZmqSender(zmq.Context.instance(), run_dir, "detokenizer")
-    return EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0), scheduler, inbox
+    meter = StepMeter(Feed(lambda _: True)) if metrics else None
+    return EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0, meter=meter), scheduler, inbox
 
 
 def request(number: int, length: int, max_tokens: int) -> GenerateRequest:
@@ -111,12 +115,12 @@ def request(number: int, length: int, max_tokens: int) -> GenerateRequest:
     )
 
 
-def measure(mode: str, steps: int) -> dict[str, float]:
+def measure(mode: str, steps: int, metrics: bool = True) -> dict[str, float]:
     """``mode``: "decode" is 256 decode rows a step; "mixed" is 255, and a chunk of an 8k prompt (budget 2,048)."""
     with tempfile.TemporaryDirectory(prefix="mz-") as folder:
         sink = multiprocessing.get_context("spawn").Process(target=_sink, args=(folder,), daemon=True)
         sink.start()
-        loop, scheduler, inbox = build(Path(folder), 8192 if mode == "decode" else 2048)
+        loop, scheduler, inbox = build(Path(folder), 8192 if mode == "decode" else 2048, metrics)
         rows = RUNNING if mode == "decode" else RUNNING - 1
         for number in range(rows):
             inbox.send(request(number, PROMPT, MAX_MODEL_LEN - PROMPT - 1))
@@ -144,6 +148,12 @@ def measure(mode: str, steps: int) -> dict[str, float]:
     }
 
 
+def compare(rounds: int, steps: int = 1000) -> dict[str, float]:
+    """What metrics add to a decode step's host time: the ratio of the medians with and without, best of each."""
+    best = {on: min(measure("decode", steps, on)["p50_ms"] for _ in range(rounds)) for on in (True, False)}
+    return {"on_ms": best[True], "off_ms": best[False], "ratio": best[True] / best[False]}
+
+
 def run(steps: int = 1500) -> dict[str, dict[str, float]]:
     import gc
 
@@ -153,5 +163,8 @@ def run(steps: int = 1500) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--metrics"]:
+        print({name: round(value, 4) for name, value in compare(rounds=4).items()})
+        sys.exit()
     for mode, row in run().items():
         print(mode, {name: round(value, 3) for name, value in row.items()})

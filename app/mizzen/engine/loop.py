@@ -85,8 +85,8 @@ class EngineLoop:
             message = self._inbox.recv(idle_wait_s)
             if message is not None:
                 self._handle(message)
-        if self._meter is not None:
-            self._meter.begin_turn()
+            if self._meter is not None:
+                self._meter.woke()
         for message in self._inbox.drain():
             self._handle(message)
         now = time.monotonic()
@@ -102,8 +102,6 @@ class EngineLoop:
         if self._in_flight and (output is None or len(self._in_flight) > self._depth):
             result = self._take_result()
         self._emit(result)
-        if self._meter is not None:
-            self._meter.end_turn()
         self._idle = output is None and result is None
 
     def _take_result(self) -> tuple[StepResult, SampledTokens]:

@@ -1,70 +1,78 @@
-"""What a step costs, counted in the loop: a few clock reads and three bucket increments a step, nothing a request."""
+"""What a step costs: noted in the loop with one more clock read a step, counted when reported, many steps at once.
+
+Host time is what lies between a step's result and the next wait for one: results, messages, scheduling, preparing. In
+that time the device may already run the next step (overlap), or wait.
+"""
 
 import time
 from collections import deque
 
+import numpy as np
+
 from mizzen.ipc.messages import Load
-from mizzen.observability.feed import Feed
+from mizzen.observability.feed import Feed, Histogram
 from mizzen.scheduler.output import SchedulerOutput
 
 
 class StepMeter:
-    """The loop calls these in the order of a turn: begin_turn, enqueued, begin_wait, result, end_turn.
-
-    ``enqueued`` and (``begin_wait``, ``result``) may be missing. Host time of turns without a result (the pipeline
-    fills) counts to the next step's.
-    """
+    """``enqueued``, ``begin_wait`` and ``result`` for each step, ``woke`` when the idle loop got a message."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._duration = feed.histogram("mizzen_step_duration_seconds")
-        self._host = feed.histogram("mizzen_step_host_time_seconds")
-        self._tokens = feed.histogram("mizzen_step_tokens")
+        # in the order of the columns of what is noted
+        self._histograms = [
+            feed.histogram(name)
+            for name in ("mizzen_step_duration_seconds", "mizzen_step_host_time_seconds", "mizzen_step_tokens")
+        ]
         self._steps = feed.counter("mizzen_steps_total")
         self._preemptions = feed.counter("mizzen_preemptions_total")
         self._queries = feed.counter("mizzen_prefix_cache_queries_total")
         self._hits = feed.counter("mizzen_prefix_cache_hits_total")
         self._last = Load()
-        self._in_flight: deque[float] = deque()  # when each step was enqueued
-        self._last_result_s = 0.0
-        self._turn_s = 0.0
-        self._wait_s = 0.0
-        self._waited_s = 0.0
+        self._in_flight: deque[tuple[float, int]] = deque()  # when each step was enqueued, its tokens
+        self._noted: list[tuple[float, float, int]] = []
+        self._enqueued_s = 0.0  # the newest step
+        self._result_s = 0.0
+        self._busy_s = 0.0  # since when the host has been at work
         self._host_s = 0.0
-        self._done = False
 
-    def begin_turn(self) -> None:
-        self._turn_s = time.monotonic()
-        self._waited_s = 0.0
+    def woke(self) -> None:
+        self._busy_s = time.monotonic()
 
     def enqueued(self, output: SchedulerOutput) -> None:
-        decode = output.num_decode_rows
-        mixed = decode < output.num_rows
-        self._tokens.observe(decode + int(output.num_scheduled[decode:].sum()) if mixed else decode)
-        self._in_flight.append(time.monotonic())
+        tokens = decode = output.num_decode_rows
+        if decode < len(output.slots):
+            tokens += int(output.num_scheduled[decode:].sum())
+        self._enqueued_s = now = time.monotonic()
+        self._in_flight.append((now, tokens))
 
     def begin_wait(self) -> None:
-        self._wait_s = time.monotonic()
+        # Usually right after a step was enqueued: not worth a clock read of its own.
+        since_s = self._enqueued_s if self._enqueued_s > self._busy_s else time.monotonic()
+        self._host_s = since_s - self._busy_s
 
     def result(self, now: float) -> None:
-        self._duration.observe(now - max(self._in_flight.popleft(), self._last_result_s))
-        self._last_result_s = now
-        self._waited_s = now - self._wait_s
-        self._done = True
-
-    def end_turn(self) -> None:
-        if not self._done and not self._in_flight:  # an idle turn
-            return
-        self._host_s += time.monotonic() - self._turn_s - self._waited_s
-        if self._done:
-            self._host.observe(self._host_s)
-            self._host_s, self._done = 0.0, False
+        enqueued_s, tokens = self._in_flight.popleft()
+        self._noted.append((now - max(enqueued_s, self._result_s), self._host_s, tokens))
+        self._result_s = self._busy_s = now
 
     def report(self, load: Load) -> None:
-        """Sends what was counted, and how ``load`` differs from the last one."""
+        """Sends what was noted, and how ``load`` differs from the last one."""
+        if self._noted:
+            columns = np.array(self._noted).T
+            self._noted = []
+            for histogram, values in zip(self._histograms, columns, strict=True):
+                _observe_all(histogram, values)
         last, self._last = self._last, load
         self._steps.add(load.steps - last.steps)
         self._preemptions.add(load.preemptions - last.preemptions)
         self._queries.add(load.prefix_queries - last.prefix_queries)
         self._hits.add(load.prefix_hits - last.prefix_hits)
         self._feed.flush()
+
+
+def _observe_all(histogram: Histogram, values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> None:
+    buckets = np.searchsorted(histogram.bounds, values, side="left")
+    counts = np.bincount(buckets, minlength=len(histogram.counts))
+    histogram.counts = [a + b for a, b in zip(histogram.counts, counts.tolist(), strict=True)]
+    histogram.sum += float(values.sum())

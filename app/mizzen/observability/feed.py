@@ -105,14 +105,14 @@ class Feed:
     def due(self) -> bool:
         return self._clock() >= self._next_s
 
-    def flush(self) -> None:
-        """Sends what is new, at most every SEND_INTERVAL_S.
+    def flush(self) -> bool:
+        """Sends what is new, at most every SEND_INTERVAL_S; whether it did.
 
         Counters are sent even if nothing was added: the metrics process may have been restarted, and must know them.
         """
         now = self._clock()
         if now < self._next_s:
-            return
+            return False
         self._next_s = now + SEND_INTERVAL_S
         samples = Samples(
             counters=[(name, labels, counter.value) for (name, labels), counter in self._counters.items()],
@@ -124,12 +124,13 @@ class Feed:
             ],
         )
         if not self._send(samples):
-            return
+            return False
         for counter in self._counters.values():
             counter.value = 0.0
         for histogram in self._histograms.values():
             histogram.counts = [0] * len(histogram.counts)
             histogram.sum = 0.0
+        return True
 
 
 def _check(name: str, kind: Kind, labels: Labels) -> None:

@@ -5,6 +5,7 @@ A request for several answers counts as many requests, as in vLLM: the engine ru
 
 import hashlib
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class RequestMetrics:
         self._feed = feed
         self.first = feed.histogram("mizzen_time_to_first_token_seconds")
         self.gap = feed.histogram("mizzen_inter_token_latency_seconds")
+        self._counted_gaps = 0  # of those still in the histogram: counted as tokens already
         self.prompt = feed.counter("mizzen_prompt_tokens_total")
         self.generation = feed.counter("mizzen_generation_tokens_total")
         self._cached = feed.counter("mizzen_cached_prompt_tokens_total")
@@ -49,6 +51,12 @@ class RequestMetrics:
             self._feed.counter("mizzen_key_tokens_total", name, "prompt"),
             self._feed.counter("mizzen_key_tokens_total", name, "generation"),
         )
+
+    def flush(self) -> None:
+        """Sends what was counted. Each gap ended with a token."""
+        if self._feed.due():
+            self.generation.add(sum(self.gap.counts) - self._counted_gaps)
+            self._counted_gaps = 0 if self._feed.flush() else sum(self.gap.counts)
 
     def pace(self, record: RequestRecord, inference: InferenceRecord) -> "Pace":
         return Pace(self, record.started_s, inference)
@@ -106,12 +114,24 @@ class RequestMetrics:
 
 
 class Pace:
-    """Of one request: when its choices' tokens are handed to the client. All that a token costs here is one bucket."""
+    """Of one request: when its choices' tokens are handed to the client. ``add`` runs for every token: it is flat."""
 
-    __slots__ = ("_inference", "_metrics", "_started_s", "counted", "last_s", "prompt_tokens", "tokens")
+    __slots__ = (
+        "_bounds",
+        "_gap",
+        "_inference",
+        "_metrics",
+        "_started_s",
+        "counted",
+        "last_s",
+        "prompt_tokens",
+        "tokens",
+    )
 
     def __init__(self, metrics: RequestMetrics, started_s: float, inference: InferenceRecord) -> None:
         self._metrics = metrics
+        self._gap = metrics.gap
+        self._bounds = metrics.gap.bounds
         self._started_s = started_s
         self._inference = inference
         self.last_s = [0.0] * inference.num_choices  # 0: no token yet
@@ -129,11 +149,15 @@ class Pace:
             last_s = self.last_s[index]
             self.last_s[index] = now
             self.tokens += count
-            self._metrics.generation.value += count
-            if last_s:
-                self._metrics.gap.observe((now - last_s) / count, count)
-            else:
+            if not last_s:
                 self._begin(index, now)
+                self._metrics.generation.add(count)
+            elif count == 1:  # as Histogram.observe does; generation is counted from these when sent
+                histogram, gap_s = self._gap, now - last_s
+                histogram.counts[bisect_left(self._bounds, gap_s)] += 1
+                histogram.sum += gap_s
+            else:
+                self._gap.observe((now - last_s) / count, count)
 
     def _begin(self, index: int, now: float) -> None:
         self._metrics.first.observe(now - self._started_s)

@@ -52,11 +52,11 @@ class ApiProcess:
             timeout_s=config.server.request_timeout_s,
         )
         self._metrics_sender = MetricsSender(child.context, child.run_dir) if config.metrics.enabled else None
-        self._feed, metrics = None, None
+        self._metrics, metrics = None, None
         if self._metrics_sender is not None:
-            self._feed = Feed(self._metrics_sender.send)
+            self._metrics = RequestMetrics(Feed(self._metrics_sender.send), config.server.api_keys)
             metrics = ApiMetrics(
-                RequestMetrics(self._feed, config.server.api_keys),
+                self._metrics,
                 lambda: query_metrics(child.context, child.run_dir, QUERY_TIMEOUT_S),
                 config.metrics.require_key,
             )
@@ -132,8 +132,8 @@ class ApiProcess:
             read_inbox()
             self.client.sweep()
             self._streams.sweep()
-            if self._feed is not None:
-                self._feed.flush()
+            if self._metrics is not None:
+                self._metrics.flush()
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _on_heart_end(self, heart: "asyncio.Task[None]") -> None:
