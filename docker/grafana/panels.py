@@ -276,7 +276,7 @@ ENGINE = Dashboard(
     "What the engine does with its steps and its memory.",
     (
         Row(
-            "KV cache",
+            "KV cache and prefix cache",
             (
                 Panel(
                     "Pages",
@@ -297,12 +297,6 @@ ENGINE = Dashboard(
                     (Query(rate("mizzen_preemptions_total", "instance"), "{{instance}}"),),
                     "reqps",
                 ),
-                stat("Capacity", "All pages.", "sum (mizzen_kv_cache_capacity_pages{@})"),
-            ),
-        ),
-        Row(
-            "Prefix cache",
-            (
                 Panel(
                     "Hit rate",
                     "Share of looked-up prompt tokens that were cached.",
@@ -323,6 +317,7 @@ ENGINE = Dashboard(
                         Query(rate("mizzen_prefix_cache_hits_total"), "found"),
                     ),
                 ),
+                stat("Capacity", "All pages.", "sum (mizzen_kv_cache_capacity_pages{@})"),
             ),
         ),
         Row(

@@ -6,12 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
-from monitoring.stack import Prometheus, wait_until
+from monitoring.stack import Alertmanager, Prometheus, Webhook, wait_until
 from service.running import Server
 from service.streams import Stream
+from tiny import make_tiny_model
 
 ENDLESS = 12_000  # tokens: more than a tiny model makes in time
 SETTINGS = {
@@ -52,7 +55,8 @@ def stopped(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 def leave_in_mid_stream(server: Server) -> None:
@@ -74,26 +78,38 @@ def usual_traffic(server: Server) -> None:
     assert httpx.get(f"{server.url}/v1/models").status_code == 200
 
 
-def slow_device(server: Server, for_s: float) -> None:
-    """A step takes a third of a second."""
-    engine = server.pids()["engine-0"]
-    with flood(server, 6, max_tokens=20):
-        until = time.monotonic() + for_s
-        while time.monotonic() < until:
+@contextlib.contextmanager
+def slow_device(server: Server) -> Iterator[None]:
+    """A few steps, then none for a third of a second, and so on."""
+    engine, over = server.pids()["engine-0"], threading.Event()
+
+    def slow_down() -> None:
+        while not over.is_set():
             with stopped(engine):
-                time.sleep(0.3)
-            time.sleep(0.01)
+                over.wait(0.3)
+            time.sleep(0.005)
+
+    with flood(server, 6, max_tokens=20):
+        thread = threading.Thread(target=slow_down)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(10.0)
 
 
-def hang(server: Server, for_s: float) -> None:
-    """The engine hangs with requests in it, for less than its heartbeat's timeout."""
+@contextlib.contextmanager
+def hang(server: Server) -> Iterator[None]:
+    """The engine hangs with requests in it, and is then killed."""
     streams = [Stream(server, {"prompt": "hanging", "max_tokens": ENDLESS}) for _ in range(2)]
     wait_until(lambda: all(stream.pieces for stream in streams), 30.0, lambda: [s.outcome for s in streams])
-    with stopped(server.pids()["engine-0"]):
-        time.sleep(for_s)
-    os.kill(server.pids()["engine-0"], signal.SIGKILL)  # and then dies
-    for stream in streams:
-        assert stream.wait(30.0) == "engine_restarted"
+    engine = server.pids()["engine-0"]
+    with stopped(engine):
+        yield
+        os.kill(engine, signal.SIGKILL)
+        for stream in streams:
+            assert stream.wait(30.0) == "engine_restarted"
 
 
 def ask_while_restarting(server: Server) -> None:
@@ -119,13 +135,10 @@ def restart_again_and_again(server: Server, name: str, times: int) -> None:
 
 def drain(server: Server) -> None:
     """Told to end with requests in flight that do not end before the drain's deadline. The server is gone then."""
-    for number in range(2):
-        Stream(server, {"prompt": f"draining {number}", "max_tokens": ENDLESS})
-    time.sleep(1.0)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(server.pids()["engine-0"], signal.SIGSTOP)  # or they would finish
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait(60.0)
+    streams = [Stream(server, {"prompt": f"draining {number}", "max_tokens": ENDLESS}) for number in range(2)]
+    wait_until(lambda: all(stream.pieces for stream in streams), 30.0, lambda: [s.outcome for s in streams])
+    with stopped(server.pids()["engine-0"]):  # or they would finish
+        assert server.stop() == 0
 
 
 def wait_scrapes(prometheus: Prometheus, count: int) -> None:
@@ -134,6 +147,61 @@ def wait_scrapes(prometheus: Prometheus, count: int) -> None:
     seen = set()
     until = time.monotonic() + 10.0 + 3 * count
     while len(seen) <= count:
-        seen |= {float(series["value"][0]) // 1 for series in prometheus.query(query)}
+        seen |= {float(series["value"][0]) // 1 for series in prometheus.query(query)}  # seconds
         assert time.monotonic() < until
         time.sleep(0.3)
+
+
+class Day(NamedTuple):
+    prometheus: Prometheus
+    start_s: float
+    end_s: float
+    pages: list[tuple[str, str]]  # what the pager heard: (alert, status)
+
+
+def fill(expression: str) -> str:
+    """A panel's query with Grafana's variables replaced: everything is chosen."""
+    for name, value in {"$model": ".*", "$instance": ".*", "$__rate_interval": "5s", "$__range": "60s"}.items():
+        expression = expression.replace(name, value)
+    assert "$" not in expression, expression
+    return expression
+
+
+@contextlib.contextmanager
+def a_day(folder: Path) -> Iterator[Day]:
+    """The story, from a server that starts to one that is gone; the Prometheus that saw it can still be asked."""
+    model = make_tiny_model(folder / "model", rope_scaling=None, max_position_embeddings=16_384)
+    with contextlib.ExitStack() as stack:
+        pager = stack.enter_context(contextlib.closing(Webhook()))
+        alertmanager = stack.enter_context(contextlib.closing(Alertmanager(folder / "alertmanager", pager.url)))
+        server = stack.enter_context(contextlib.closing(Server(model, folder, **SETTINGS)))
+        prometheus = stack.enter_context(
+            contextlib.closing(
+                Prometheus(folder / "prometheus", f"127.0.0.1:{server.port}", alertmanager=alertmanager.address)
+            )
+        )
+        start_s = time.time()
+
+        def wait_pages(status: str, *names: str) -> None:
+            wanted = {(name, status) for name in names}
+            wait_until(lambda: wanted <= set(pager.events), 60.0, lambda: (wanted, pager.events, server.health()))
+
+        server.wait_ready()
+        wait_scrapes(prometheus, 3)  # zeros: a counter's first sample is no increase
+        usual_traffic(server)
+        with slow_device(server):
+            wait_pages("firing", "MizzenTimeBetweenTokensBurn")
+        with hang(server):
+            wait_pages("firing", "MizzenNoProgress")
+        ask_while_restarting(server)
+        wait_pages("firing", "MizzenRestarted")
+        overload = ("MizzenQueueGrowing", "MizzenRejecting", "MizzenKVCacheSaturated", "MizzenTimeToFirstTokenBurn")
+        with flood(server, 48, max_tokens=600):
+            wait_pages("firing", *overload)
+        usual_traffic(server)
+        restart_again_and_again(server, "tokenizer-0", 3)
+        wait_pages("firing", "MizzenRestarting")
+        wait_pages("resolved", *overload, "MizzenNoProgress", "MizzenRestarted", "MizzenRestarting")
+        drain(server)
+        wait_until(lambda: ("MizzenDown", "firing") in pager.events, 60.0, lambda: pager.events)
+        yield Day(prometheus, start_s, time.time(), pager.events)
