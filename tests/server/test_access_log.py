@@ -146,7 +146,7 @@ def test_the_client_may_name_its_request(service: Service, lines: Lines, path: s
         assert line["response_id"] == answer.json()["id"]
 
 
-@pytest.mark.parametrize("name", ["", "x" * 129, "two words", 'a"quote', "new\x0bline"])
+@pytest.mark.parametrize("name", ["", "x" * 129, "two words", 'a"quote', "a,list"])
 def test_a_name_that_could_forge_a_line_is_replaced(service: Service, name: str) -> None:
     answer = service.http.get("/v1/models", headers={"x-request-id": name})
     assert len(answer.headers["x-request-id"]) == 32

@@ -49,6 +49,23 @@ def test_all_processes_come_up_and_sigterm_ends_them_with_0(start: Start) -> Non
     assert not service.termination_log.exists()
 
 
+def test_sigusr1_turns_debugging_on_in_every_process_and_off_again(start: Start) -> None:
+    service = start().wait_ready()
+    children = [name for name in MODES if name != "prepare"]
+
+    def levels(name: str) -> list[str]:
+        return [event["level"] for event in service.heard(name, "level")]
+
+    service.send(signal.SIGUSR1)
+    until(lambda: all(levels(name) == ["DEBUG"] for name in children), "debugging")
+    service.kill("tokenizer-0")
+    until(lambda: levels("tokenizer-0") == ["DEBUG", "DEBUG"], "debugging after a restart")
+    service.send(signal.SIGUSR1)
+    until(lambda: all(levels(name)[-1] == "INFO" for name in children), "the level of the settings")
+    assert [line["to"] for line in service.log() if line["message"] == "log level changed"] == ["debug", "info"]
+    service.wait_ready()
+
+
 def test_the_api_port_is_open_and_live_is_200_while_the_engine_loads(start: Start) -> None:
     service = start({"engine-0": "slow"})
     status, body = until(

@@ -9,6 +9,7 @@ Each message it receives is appended to RUN_DIR/../NAME.log, a JSON line each, a
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -63,9 +64,13 @@ def serve(child: Child, mode: str) -> None:
     progress = 0
     pending = mode in ("stall", "busy")
     finish_s = float("inf")
+    level = logging.getLogger().level
     while True:
         child.control.socket.poll(50)
-        for message in child.control.poll():
+        messages = child.control.poll()
+        if level != (level := logging.getLogger().level):
+            record(child, event="level", level=logging.getLevelName(level))
+        for message in messages:
             if isinstance(message, PeerDown):
                 record(child, event="peer down", peer=message.name)
             elif isinstance(message, Health):

@@ -147,7 +147,7 @@ class Supervisor:
         configured = self._config.log.level
         self._log_level = "debug" if self._log_level == configured != "debug" else configured
         set_level(self._log_level)
-        log.warning("log level", level=self._log_level)
+        log.warning("log level changed", to=self._log_level)
         for name in self._policy.running:
             self._send_log_level(name)
 
