@@ -13,11 +13,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from opentelemetry.trace import StatusCode
+from structlog.testing import capture_logs
 
 from mizzen.errors import EngineRestarted, InvalidRequest, RequestError
 from mizzen.ipc.messages import ChatPrompt, Delta, Finish, TextPrompt, Timings, TokenPrompt
 from mizzen.observability.otlp import GenAiMetrics
-from mizzen.observability.record import InferenceRecord, RequestRecord
+from mizzen.observability.record import InferenceRecord, RequestRecord, emit_to
 from mizzen.observability.tracing import MAX_CHOICES, RequestSpans
 from mizzen.sampling_params import SamplingParams
 
@@ -203,6 +204,26 @@ def test_a_record_is_complete_when_both_sides_are_done() -> None:
     assert complete[1:] == [record]
     assert record.inference is not None
     assert record.inference.completion_tokens == 3
+
+
+def test_an_observer_with_a_bug_costs_nobody_anything() -> None:
+    class Broken:
+        def on_request_end(self, record: RequestRecord) -> None:
+            raise ValueError("a bug")
+
+    class Works:
+        def __init__(self) -> None:
+            self.records: list[RequestRecord] = []
+
+        def on_request_end(self, record: RequestRecord) -> None:
+            self.records.append(record)
+
+    works = Works()
+    record = make_record()
+    with capture_logs() as logs:
+        emit_to([Broken(), works])(record)
+    assert works.records == [record]
+    assert [line["request_id"] for line in logs] == ["an-id"]
 
 
 LOADED = (

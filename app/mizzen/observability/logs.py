@@ -9,7 +9,10 @@ import structlog
 
 from mizzen.config.config import LogConfig, LogLevel
 
-_QUIET = {"httpx": "WARNING", "httpcore": "WARNING", "filelock": "WARNING"}  # a line a request at INFO
+_QUIET = {
+    "httpx": "WARNING", "httpcore": "WARNING", "filelock": "WARNING",  # a line a request at INFO
+    "urllib3": "INFO", "opentelemetry.exporter": "ERROR",  # while a collector is down: a line a batch, not a line a try
+}  # fmt: skip
 
 
 def set_level(level: LogLevel) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import structlog
+
 from mizzen.errors import WireError
 from mizzen.ipc.messages import Delta, Finish, Prompt
 from mizzen.sampling_params import SamplingParams
@@ -17,11 +19,13 @@ from mizzen.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from mizzen.observability.requests import Pace
 
+log = structlog.get_logger()
+
 CLIENT_GONE = 499  # nobody reads it; 499 as nginx logs it
 
 
 class Observer(Protocol):
-    """Is told of every complete record. Must be quick, and must not raise for what a request contains."""
+    """Is told of every complete record. Must be quick: it runs in the api's event loop."""
 
     def on_request_end(self, record: "RequestRecord") -> None: ...
 
@@ -168,6 +172,9 @@ def emit_to(observers: Sequence[Observer]) -> Callable[[RequestRecord], None]:
 
     def emit(record: RequestRecord) -> None:
         for observer in observers:
-            observer.on_request_end(record)
+            try:
+                observer.on_request_end(record)
+            except Exception:  # a bug in what only watches must cost neither this request nor those that wait
+                log.exception("a request's end was not recorded", request_id=record.request_id)
 
     return emit
