@@ -18,6 +18,10 @@ def main(argv: list[str] | None = None) -> int:
             from mizzen.chat import main as chat
 
             return chat(arguments[1:])
+        if arguments[:1] == ["top"]:
+            from mizzen.top import main as top
+
+            return top(arguments[1:])
         args = _parser().parse_args(arguments)
         return int(args.run(args))
     except ConfigError as error:
@@ -95,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     verbs.add_parser("chat", help="talk to a model in the terminal", add_help=False)
+    verbs.add_parser("top", help="watch a server in the terminal", add_help=False)
 
     settings = verbs.add_parser("settings", help="print the resolved configuration", allow_abbrev=False)
     settings.add_argument("--reference", action="store_true", help="print the table of all settings (Markdown)")
