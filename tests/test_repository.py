@@ -48,6 +48,7 @@ def test_the_engine_is_under_8000_lines() -> None:
         "mizzen.ipc.process",
         "mizzen.kv_cache.cache",
         "mizzen.observability.logs",
+        "mizzen.observability.metrics_worker",
         "mizzen.scheduler.scheduler",
         "mizzen.server.main",
         "mizzen.supervisor.main",

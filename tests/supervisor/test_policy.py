@@ -27,6 +27,7 @@ KINDS: dict[str, Kind] = {
     "api-0": "api",
     "api-1": "api",
     "prepare": "prepare",
+    "metrics": "metrics",
     "tokenizer-0": "tokenizer",
     "detokenizer": "detokenizer",
     "engine-0": "engine",
@@ -115,7 +116,7 @@ def spawned(actions: list[Action]) -> list[str]:
 
 def test_the_api_starts_with_the_download_and_the_rest_after_it() -> None:
     service = Simulation()
-    assert spawned(service.take()) == ["api-0", "api-1", "prepare"]
+    assert spawned(service.take()) == ["api-0", "api-1", "prepare", "metrics"]
     service.receive("prepare", Ready(model=MODEL))
     assert service.take() == [WriteModel(MODEL)]
     service.die("prepare", 0)
@@ -430,3 +431,26 @@ def test_no_restarts_allowed_means_the_first_death_ends_the_service() -> None:
     service.die("tokenizer-0", -9)
     service.run(3.0)
     assert service.exit_code == 1
+
+
+# ---- the metrics process ----
+
+
+def test_the_service_is_ready_without_the_metrics_process() -> None:
+    simulation = Simulation().serve()
+    simulation.die("metrics", -9)
+    assert simulation.health.ready
+    assert told(simulation.take()) == set()
+    simulation.run(1.0)
+    assert "metrics" in simulation.alive
+    assert simulation.health.restarts == simulation.policy.restarts["metrics"] == 1
+
+
+def test_a_metrics_process_that_always_fails_does_not_end_the_service() -> None:
+    simulation = Simulation().serve()
+    for _ in range(CONFIG.max_restarts + 5):
+        simulation.die("metrics", 1)
+        simulation.run(31.0)  # longer than any backoff
+        assert "metrics" in simulation.alive
+    assert simulation.health.ready
+    assert simulation.exit_code is None
