@@ -154,3 +154,31 @@ def test_a_blocked_head_is_not_matched_again_until_something_changes() -> None:
     assert len(calls) == 1
     simulation.run()
     assert len(simulation.ended) == 2
+
+
+def test_the_load_says_what_the_first_waiting_request_lacks() -> None:
+    slots = Simulation(num_pages=32, max_running_requests=1)
+    for _ in range(2):
+        without_eos(slots, [0, 1], 4)
+    slots.step()
+    assert (slots.scheduler.load().waiting, slots.scheduler.load().waiting_for) == (1, "slots")
+    pages = Simulation(num_pages=16, page_size=2, allocation="reserve", max_batch_tokens=64)
+    for _ in range(2):
+        without_eos(pages, [0, 1], 24)
+    pages.step()
+    assert (pages.scheduler.load().waiting, pages.scheduler.load().waiting_for) == (1, "kv_pages")
+    tokens = Simulation(num_pages=32, max_batch_tokens=4)
+    for _ in range(2):
+        without_eos(tokens, [0, 1, 0, 1], 4)
+    tokens.step()
+    assert (tokens.scheduler.load().waiting, tokens.scheduler.load().waiting_for) == (1, "batch_tokens")
+
+
+def test_the_load_tells_preempted_requests_from_those_that_have_never_run() -> None:
+    simulation = Simulation(num_pages=16, page_size=2, prefix_cache="none", max_batch_tokens=64)
+    for index in range(3):
+        without_eos(simulation, [index % 2] * 8, 20)
+    while not simulation.scheduler.load().preemptions:
+        simulation.step()
+    load = simulation.scheduler.load()
+    assert load.waiting_preempted == load.waiting > 0

@@ -12,7 +12,7 @@ import pytest
 
 from mizzen.errors import ConfigError
 from mizzen.ipc.messages import Health
-from mizzen.supervisor.health import HealthServer
+from mizzen.supervisor.health import HealthServer, MetricsEndpoint
 from mizzen.supervisor.listen import listen
 
 READY = Health(startup=True, live=True, ready=True, phase="serve", phase_s=1.0)
@@ -88,3 +88,24 @@ def test_a_host_that_is_not_ours_names_the_setting(host: str, setting: str) -> N
     with pytest.raises(ConfigError) as caught:
         listen(host, 0, host_setting="MIZZEN_HOST", port_setting="MIZZEN_PORT")
     assert caught.value.setting == setting
+
+
+def test_metrics_are_here_as_text_or_503_in_a_line_while_they_cannot_be_had() -> None:
+    answers: list[bytes | None] = [b"a 1\n", None]
+    server = HealthServer("127.0.0.1", 0, metrics=MetricsEndpoint(lambda: answers.pop(0), None))
+    server.start()
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert answer.read() == b"a 1\n"
+            assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+        with refused.value as error:
+            assert error.code == 503
+            assert error.read().count(b"\n") == 1
+    finally:
+        server.close()
+
+
+def test_without_metrics_there_is_no_such_page(server: HealthServer) -> None:
+    assert get(server, "/metrics")[0] == 404
