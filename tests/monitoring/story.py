@@ -87,7 +87,7 @@ def slow_device(server: Server) -> Iterator[None]:
         while not over.is_set():
             with stopped(engine):
                 over.wait(0.3)
-            time.sleep(0.005)
+            time.sleep(0.002)
 
     with flood(server, 6, max_tokens=20):
         thread = threading.Thread(target=slow_down)
@@ -177,7 +177,7 @@ def a_day(folder: Path) -> Iterator[Day]:
         server = stack.enter_context(contextlib.closing(Server(model, folder, **SETTINGS)))
         prometheus = stack.enter_context(
             contextlib.closing(
-                Prometheus(folder / "prometheus", f"127.0.0.1:{server.port}", alertmanager=alertmanager.address)
+                Prometheus(folder / "prometheus", f"127.0.0.1:{server.health_port}", alertmanager=alertmanager.address)
             )
         )
         start_s = time.time()
@@ -186,10 +186,16 @@ def a_day(folder: Path) -> Iterator[Day]:
             wanted = {(name, status) for name in names}
             wait_until(lambda: wanted <= set(pager.events), 60.0, lambda: (wanted, pager.events, server.health()))
 
+        def wait_fast_burn(name: str) -> None:
+            """The critical one of the two alerts of this name."""
+            query = f'ALERTS{{alertname="{name}",severity="critical",alertstate="firing"}}'
+            wait_until(lambda: prometheus.query(query) != [], 60.0, lambda: prometheus.query("ALERTS"))
+
         server.wait_ready()
         wait_scrapes(prometheus, 3)  # zeros: a counter's first sample is no increase
         usual_traffic(server)
         with slow_device(server):
+            wait_fast_burn("MizzenTimeBetweenTokensBurn")
             wait_pages("firing", "MizzenTimeBetweenTokensBurn")
         with hang(server):
             wait_pages("firing", "MizzenNoProgress")
@@ -197,6 +203,7 @@ def a_day(folder: Path) -> Iterator[Day]:
         wait_pages("firing", "MizzenRestarted")
         overload = ("MizzenQueueGrowing", "MizzenRejecting", "MizzenKVCacheSaturated", "MizzenTimeToFirstTokenBurn")
         with flood(server, 48, max_tokens=600):
+            wait_fast_burn("MizzenTimeToFirstTokenBurn")
             wait_pages("firing", *overload)
         usual_traffic(server)
         restart_again_and_again(server, "tokenizer-0", 3)
