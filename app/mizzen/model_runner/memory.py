@@ -3,7 +3,6 @@
 from mizzen.config.config import CacheConfig
 from mizzen.errors import ConfigError
 
-
 MAX_UNEVEN_BYTES = 2 * 2**30  # between ranks: beyond, another process sits on one of the GPUs
 
 
@@ -11,7 +10,7 @@ def check_even(smallest_free_bytes: int, largest_free_bytes: int) -> None:
     """The rank with the least memory decides for all: what the others cannot use should not be much."""
     if largest_free_bytes - smallest_free_bytes > MAX_UNEVEN_BYTES:
         raise ConfigError(
-            f"the ranks' GPUs have from {smallest_free_bytes} to {largest_free_bytes} bytes free, which is uneven by over"
+            f"the ranks' GPUs have from {smallest_free_bytes} to {largest_free_bytes} bytes free, uneven by over"
             f" {MAX_UNEVEN_BYTES}: end what else uses them, or choose others with CUDA_VISIBLE_DEVICES",
             setting="MIZZEN_TENSOR_PARALLEL_SIZE",
         )
