@@ -76,7 +76,7 @@ async def load(port: int, model: str, streams: int, tokens: int) -> dict[str, An
         "streams": streams,
         "tokens_a_stream": tokens,
         "tokens_a_second": streams * tokens / wall,
-        "chunks_seen": sum(events for one in results for _, events in one.arrivals),
+        "events_a_second": sum(events for one in results for _, events in one.arrivals) / wall,
         "wall_s": wall,
         "client_cpu_s": after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime,
         "ttft_p50_ms": float(np.percentile(first, 50)),
@@ -114,7 +114,7 @@ def client_in_its_own_process(port: int, model: str, streams: int, tokens: int) 
     return result
 
 
-def run(model: str, streams: int = 256, tokens: int = 200) -> dict[str, Any]:
+def run(model: str, streams: int = 256, tokens: int = 2000) -> dict[str, Any]:
     """Throughput at ``streams`` streams, then the chain's latency with one request at a time."""
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MIZZEN_")} | {
