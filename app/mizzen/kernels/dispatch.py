@@ -16,8 +16,6 @@ _TABLES = {
 class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    qk_norm_rope: Callable[[Tensor, Tensor, int, int, Tensor | None, Tensor | None, float], None]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     qk_norm_rope_write_kv: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor | None, Tensor | None, float], Tensor
     ]

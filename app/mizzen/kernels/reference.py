@@ -109,8 +109,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 KERNELS = Kernels(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
-    qk_norm_rope=qk_norm_rope,
-    write_kv=write_kv,
     qk_norm_rope_write_kv=qk_norm_rope_write_kv,
     silu_mul=silu_mul,
 )

@@ -3,6 +3,18 @@
 from mizzen.config.config import CacheConfig
 from mizzen.errors import ConfigError
 
+MAX_UNEVEN_BYTES = 2 * 2**30  # between ranks: beyond, another process sits on one of the GPUs
+
+
+def check_even(smallest_free_bytes: int, largest_free_bytes: int) -> None:
+    """The rank with the least memory decides for all: what the others cannot use should not be much."""
+    if largest_free_bytes - smallest_free_bytes > MAX_UNEVEN_BYTES:
+        raise ConfigError(
+            f"the ranks' GPUs have from {smallest_free_bytes} to {largest_free_bytes} bytes free, uneven by over"
+            f" {MAX_UNEVEN_BYTES}: end what else uses them, or choose others with CUDA_VISIBLE_DEVICES",
+            setting="MIZZEN_TENSOR_PARALLEL_SIZE",
+        )
+
 
 def kv_page_bytes(*, num_layers: int, page_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Bytes of one page's K and V over all layers of a rank."""

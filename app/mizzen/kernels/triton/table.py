@@ -1,6 +1,5 @@
 """The table of kernels for NVIDIA GPUs: Triton's where there is one, torch's else."""
 
-from mizzen.kernels import reference
 from mizzen.kernels.dispatch import Kernels
 from mizzen.kernels.triton.activation import silu_mul
 from mizzen.kernels.triton.norms import add_rms_norm, rms_norm
@@ -9,8 +8,6 @@ from mizzen.kernels.triton.rope import qk_norm_rope_write_kv
 KERNELS = Kernels(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
-    qk_norm_rope=reference.qk_norm_rope,
-    write_kv=reference.write_kv,
     qk_norm_rope_write_kv=qk_norm_rope_write_kv,
     silu_mul=silu_mul,
 )
