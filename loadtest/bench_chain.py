@@ -19,6 +19,7 @@ import urllib.request
 from typing import Any
 
 import numpy as np
+import psutil
 
 START_TIMEOUT_S = 60.0
 
@@ -114,6 +115,13 @@ def client_in_its_own_process(port: int, model: str, streams: int, tokens: int) 
     return result
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds that the server's processes have used: what others take of the machine is hardly in it."""
+    server = psutil.Process(pid)
+    times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
 def run(model: str, streams: int = 256, tokens: int = 2000, **settings: str) -> dict[str, Any]:
     """Throughput at ``streams`` streams, then the chain's latency with one request at a time.
 
@@ -135,7 +143,9 @@ def run(model: str, streams: int = 256, tokens: int = 2000, **settings: str) -> 
     try:
         wait_ready(process, port)
         client_in_its_own_process(port, "null", 16, 20)  # warm-up
+        before_s = cpu_s(process.pid)
         many = client_in_its_own_process(port, "null", streams, tokens)
+        many["server_cpu_us_a_token"] = (cpu_s(process.pid) - before_s) * 1e6 / (streams * tokens)
         first = [client_in_its_own_process(port, "null", 1, 1)["ttft_p50_ms"] for _ in range(3)]
         alone = client_in_its_own_process(port, "null", 1, 500)
     finally:
@@ -145,16 +155,21 @@ def run(model: str, streams: int = 256, tokens: int = 2000, **settings: str) -> 
 
 
 def compare(model: str, rounds: int) -> dict[str, Any]:
-    """Throughput with metrics on against off, in turns: both share the machine with whatever else runs."""
-    rates: dict[str, list[float]] = {"true": [], "false": []}
+    """Metrics on against off, in turns. Ratios over 1 are what metrics cost."""
+    found: dict[str, list[dict[str, Any]]] = {"true": [], "false": []}
     for _ in range(rounds):
-        for on, found in rates.items():
-            found.append(run(model, MIZZEN_METRICS=on)["many"]["tokens_a_second"])
+        for on, results in found.items():
+            results.append(run(model, MIZZEN_METRICS=on)["many"])
+    rates, costs = (
+        {on: [one[field] for one in results] for on, results in found.items()}
+        for field in ("tokens_a_second", "server_cpu_us_a_token")
+    )
     return {
-        "on": rates["true"],
-        "off": rates["false"],
-        "ratio_of_best": max(rates["true"]) / max(rates["false"]),
-        "ratio_of_medians": float(np.median(rates["true"]) / np.median(rates["false"])),
+        "tokens_a_second": {"on": rates["true"], "off": rates["false"]},
+        "server_cpu_us_a_token": {"on": costs["true"], "off": costs["false"]},
+        "throughput_ratio_of_best": max(rates["false"]) / max(rates["true"]),
+        "cpu_ratio_of_best": min(costs["true"]) / min(costs["false"]),
+        "cpu_ratio_of_medians": float(np.median(costs["true"]) / np.median(costs["false"])),
     }
 
 
