@@ -30,6 +30,7 @@ import msgspec
 from api_service import make_config
 from fake_backend import ENGINE, healthy
 
+from mizzen.config.config import MetricsConfig
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender, address, configure, encode
 from mizzen.ipc.messages import (
     Delta,
@@ -103,10 +104,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rate", type=float, default=0.0, help="tokens a second and stream; 0: unlimited")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-metrics", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mz-") as folder, socket.create_server(("127.0.0.1", 0)) as sock:
         run_dir = Path(folder)
-        (run_dir / "config.json").write_bytes(msgspec.json.encode(make_config(max_queued_requests=args.streams)))
+        config = make_config(max_queued_requests=args.streams)
+        config = msgspec.structs.replace(config, metrics=MetricsConfig(enabled=not args.no_metrics))
+        (run_dir / "config.json").write_bytes(msgspec.json.encode(config))
         fake = multiprocessing.Process(
             target=backend, args=(run_dir, args.streams, args.tokens, args.rate), daemon=True
         )

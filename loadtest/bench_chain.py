@@ -159,7 +159,7 @@ def compare(model: str, rounds: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {"true": [], "false": []}
     for _ in range(rounds):
         for on, results in found.items():
-            results.append(run(model, MIZZEN_METRICS=on)["many"])
+            results.append(run(model, tokens=1000, MIZZEN_METRICS=on)["many"])
     rates, costs = (
         {on: [one[field] for one in results] for on, results in found.items()}
         for field in ("tokens_a_second", "server_cpu_us_a_token")
