@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 
 ENDLESS = 12_000  # tokens: more than a tiny model makes in time
 SETTINGS = {
-    "kv_cache_bytes": 2**20,  # 128 pages: a fraction of what its running requests want
+    "kv_cache_bytes": 2**22,  # 128 pages: a fraction of what its running requests want
     "max_running_requests": 8,
     "max_queued_requests": 24,
     "request_timeout_s": 30,
@@ -170,7 +170,8 @@ def fill(expression: str) -> str:
 @contextlib.contextmanager
 def a_day(folder: Path) -> Iterator[Day]:
     """The story, from a server that starts to one that is gone; the Prometheus that saw it can still be asked."""
-    model = make_tiny_model(folder / "model", rope_scaling=None, max_position_embeddings=16_384)
+    # Layers, so that a step takes longer than a thread's sleep: slow_device lets few steps through at a time.
+    model = make_tiny_model(folder / "model", rope_scaling=None, max_position_embeddings=16_384, num_hidden_layers=8)
     with contextlib.ExitStack() as stack:
         pager = stack.enter_context(contextlib.closing(Webhook()))
         alertmanager = stack.enter_context(contextlib.closing(Alertmanager(folder / "alertmanager", pager.url)))
