@@ -29,7 +29,7 @@ def configure(form: str, level: str = "info") -> None:
 def test_every_json_line_has_the_process_whoever_logs(capsys: pytest.CaptureFixture[str]) -> None:
     configure("json")
     structlog.get_logger().info("ours", request_id="r1", tokens=3)
-    logging.getLogger("uvicorn.error").warning("a library's %s", "word", extra={"port": 1})
+    logging.getLogger("some.library").warning("a library's %s", "word", extra={"port": 1})
     ours, theirs = map(json.loads, capsys.readouterr().err.splitlines())
     assert (ours["message"], ours["request_id"], ours["tokens"], ours["level"]) == ("ours", "r1", 3, "info")
     assert (theirs["message"], theirs["level"], theirs["port"]) == ("a library's word", "warning", 1)
