@@ -4,19 +4,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings, strategies
+from hypothesis import strategies
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from mizzen.kernels.key_compare import match_length_reference
 from mizzen.kv_cache.prefix_cache import Node
 from mizzen.kv_cache.radix_tree import RadixTree
+from random_lives import CountedMachine, run_steps
 
 STEPS_IN_SHORT_RUN = 4_000
 STEPS_IN_LONG_RUN = 100_000
@@ -31,10 +30,8 @@ class Holder:
     tokens: list[int]  # of the pages that it reads through the tree
 
 
-class RadixMachine(RuleBasedStateMachine):
+class RadixMachine(CountedMachine):
     """The model maps each cached prefix that ends with a page to that page."""
-
-    steps_run = 0
 
     @initialize(page_size=strategies.sampled_from([1, 2, 3]))
     def start(self, page_size: int) -> None:
@@ -136,27 +133,11 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.tree.num_pages - self.tree.num_evictable >= len(self.protected())
 
 
-def _run(steps: int, *, derandomize: bool) -> None:
-    RadixMachine.steps_run = 0
-    while RadixMachine.steps_run < steps:
-        run_state_machine_as_test(
-            RadixMachine,
-            settings=settings(
-                max_examples=max(1, steps // 50),
-                stateful_step_count=50,
-                deadline=None,
-                derandomize=derandomize,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-
-
 def test_the_tree_equals_a_dict_in_a_short_random_life() -> None:
-    _run(STEPS_IN_SHORT_RUN, derandomize=True)
+    run_steps(RadixMachine, STEPS_IN_SHORT_RUN, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_tree_equals_a_dict_in_100_000_random_steps() -> None:
-    _run(STEPS_IN_LONG_RUN, derandomize=False)
+    run_steps(RadixMachine, STEPS_IN_LONG_RUN, derandomize=False)

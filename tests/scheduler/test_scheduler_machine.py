@@ -3,19 +3,18 @@
 import msgspec
 import pytest
 from fake_device import EOS, Simulation, reference
-from hypothesis import HealthCheck, settings, strategies
+from hypothesis import strategies
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from mizzen.errors import EngineRestarted
 from mizzen.ipc.messages import ChoiceEnded
 from mizzen.scheduler.output import encode_step
+from random_lives import CountedMachine, run_steps
 
 MAX_MODEL_LEN = 24
 MAX_DEPTH = 2
@@ -25,10 +24,8 @@ STEPS_IN_LONG_RUN = 100_000
 prompts = strategies.lists(strategies.integers(0, 1), min_size=1, max_size=14)
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(CountedMachine):
     """Two replicas get the same events: every rank must come to the same steps from the same messages."""
-
-    steps_run = 0
 
     @initialize(
         page_size=strategies.sampled_from([1, 2, 3, 4]),
@@ -157,27 +154,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(isinstance(end, ChoiceEnded) for end in self.first.ended.values())
 
 
-def _run(steps: int, *, derandomize: bool) -> None:
-    SchedulerMachine.steps_run = 0
-    while SchedulerMachine.steps_run < steps:
-        run_state_machine_as_test(
-            SchedulerMachine,
-            settings=settings(
-                max_examples=max(1, steps // 50),
-                stateful_step_count=50,
-                deadline=None,
-                derandomize=derandomize,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-
-
 def test_no_invariant_breaks_in_a_short_random_life() -> None:
-    _run(STEPS_IN_SHORT_RUN, derandomize=True)
+    run_steps(SchedulerMachine, STEPS_IN_SHORT_RUN, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_invariant_breaks_in_100_000_random_steps() -> None:
-    _run(STEPS_IN_LONG_RUN, derandomize=False)
+    run_steps(SchedulerMachine, STEPS_IN_LONG_RUN, derandomize=False)
