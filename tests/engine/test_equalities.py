@@ -47,12 +47,13 @@ def reference(folder: Path, asked: list[list[int]], **sampling: Any) -> list[lis
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("mixed", [True, False])
 def test_chunked_batched_and_overlapped_equals_whole_and_alone(
-    model: Path, sampling: dict[str, Any], depth: int, budget: int
+    model: Path, sampling: dict[str, Any], depth: int, budget: int, mixed: bool
 ) -> None:
     asked = prompts(6, 20)
     expected = reference(model, asked, **sampling)
-    with engine(model, overlap_depth=depth, max_batch_tokens=budget) as batched:
+    with engine(model, overlap_depth=depth, max_batch_tokens=budget, mixed_batches=mixed) as batched:
         assert batched.generate(asked, ignore_eos=True, **sampling) == expected
 
 

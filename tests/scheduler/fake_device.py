@@ -166,8 +166,10 @@ class Simulation:
         max_running_requests: int = 4,
         max_batch_tokens: int = 8,
         max_model_len: int = 32,
+        prefill_steps: int = 0,
     ) -> None:
         self.max_model_len = max_model_len
+        self.prefill_steps = prefill_steps
         self.kv_cache = KVCache(
             num_pages, page_size, prefix_cache=prefix_cache, allocation=allocation, match_keys=match_keys
         )
@@ -178,6 +180,7 @@ class Simulation:
             max_batch_tokens=max_batch_tokens,
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
+            prefill_steps=prefill_steps,
         )
         self.device = FakeDevice(max_running_requests, num_pages, page_size, max_model_len, max_batch_tokens)
         self.in_flight: deque[tuple[SchedulerOutput, SampledTokens]] = deque()
@@ -215,6 +218,7 @@ class Simulation:
         output = self.scheduler.schedule(self.now)
         if output is not None:
             assert not output.started or self.scheduler.load().preemptions == preemptions, "took pages, gave them away"
+            assert not self.prefill_steps or output.num_decode_rows in (0, output.num_rows), "a mixed batch"
             # Through the wire format, as other ranks get it.
             self.in_flight.append((output, self.device.run(decode_step(encode_step(output)))))
             self.outputs.append(output)

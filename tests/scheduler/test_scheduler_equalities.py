@@ -19,7 +19,10 @@ def _workload(simulation: Simulation, *, requests: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("prefix_cache", ["radix", "none"])
 @pytest.mark.parametrize("allocation", ["on-demand", "reserve"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "longest-prefix", "longest-output"])
-def test_answers_do_not_depend_on_settings(depth: int, prefix_cache: str, allocation: str, policy: str) -> None:
+@pytest.mark.parametrize("prefill_steps", [0, 1, 64])
+def test_answers_do_not_depend_on_settings(
+    depth: int, prefix_cache: str, allocation: str, policy: str, prefill_steps: int
+) -> None:
     for num_pages, page_size, budget in itertools.product((32, 40), (1, 3), (3, 64)):
         simulation = Simulation(
             num_pages=num_pages,
@@ -28,6 +31,7 @@ def test_answers_do_not_depend_on_settings(depth: int, prefix_cache: str, alloca
             allocation=allocation,
             policy=policy,
             max_batch_tokens=budget,
+            prefill_steps=prefill_steps,
         )
         _workload(simulation, requests=24)
         simulation.run(depth)

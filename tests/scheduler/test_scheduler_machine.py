@@ -35,6 +35,7 @@ class SchedulerMachine(CountedMachine):
         policy=strategies.sampled_from(["fcfs", "priority", "longest-prefix", "longest-output"]),
         max_running_requests=strategies.integers(1, 5),
         max_batch_tokens=strategies.sampled_from([1, 2, 5, 8, 64]),
+        prefill_steps=strategies.sampled_from([0, 0, 1, 3, 64]),
     )
     def start(self, page_size: int, spare_pages: int, **config: object) -> None:
         self.replicas = [

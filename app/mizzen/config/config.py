@@ -60,6 +60,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_running_requests: int
     max_batch_tokens: int
     max_model_len: int | None  # None: the model's context, or what the KV pool holds if that is less
+    mixed_batches: bool = True  # False: a step prefills, or else decodes
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

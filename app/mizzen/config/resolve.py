@@ -113,6 +113,7 @@ def resolve(settings: Settings) -> Config:
                 max_running_requests=running_requests(settings, device),
                 max_batch_tokens=batch_tokens(settings, device),
                 max_model_len=None if settings.max_model_len == "auto" else settings.max_model_len,
+                mixed_batches=settings.mixed_batches,
             ),
             model=ModelConfigSource(
                 model=settings.model,

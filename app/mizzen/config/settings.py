@@ -152,6 +152,12 @@ class Settings(BaseSettings):
     max_batch_tokens: Annotated[int, Ge(1), Le(2**20)] | Auto = _setting(
         "auto", "Scheduler", "Tokens of one step; auto is 256 on the CPU, 8192 on a GPU."
     )
+    mixed_batches: bool = _setting(
+        True,
+        "Scheduler",
+        "A step decodes and prefills at once; false: prompts are prefilled first, and decoding waits for them.",
+        allowed="true or false",
+    )
     page_size: int = _setting(16, "KV cache", "Tokens of a page.", ge=1, le=256)
     prefix_cache: Literal["radix", "none"] = _setting("radix", "KV cache", "Reuse of what prompts have in common.")
     kv_allocation: Literal["on-demand", "reserve"] = _setting(

@@ -23,7 +23,7 @@ from mizzen.platform.base import Platform
 from mizzen.platform.cpu import CpuPlatform
 from mizzen.sampling_params import MAX_LOGPROBS, SamplingParams
 from mizzen.scheduler.output import SchedulerOutput, SlotStart
-from mizzen.scheduler.scheduler import Scheduler
+from mizzen.scheduler.scheduler import PREFILL_STEPS, Scheduler
 
 NULL_MODEL_PAGES = 2**17  # its pages are nearly free: as many as a large GPU would have
 
@@ -215,4 +215,5 @@ def build_scheduler(engine: EngineConfig, rank: Rank) -> Scheduler:
         max_batch_tokens=engine.scheduler.max_batch_tokens,
         max_model_len=rank.info.max_model_len,
         eos_token_ids=rank.model.eos_token_ids,
+        prefill_steps=0 if engine.scheduler.mixed_batches else PREFILL_STEPS,
     )

@@ -8,7 +8,7 @@ slot, and a preempted request's return to the queue, wait for the results in fli
 a fixed number of vector operations; Python loops run over events only (a page is full, a request starts or ends).
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from mizzen.ipc.messages import ChoiceEnded, FinishReason, Load, Timings
 from mizzen.kv_cache.cache import KVCache
 from mizzen.kv_cache.page_tables import PageTables
 from mizzen.scheduler.output import Int32, Int64, SampledTokens, SchedulerOutput, SlotStart
+from mizzen.scheduler.plan import StepKind, plan_step
 from mizzen.scheduler.registry import Registry
 from mizzen.scheduler.request import Request, RequestState
 from mizzen.scheduler.running import IntP, Running
@@ -27,6 +28,7 @@ from mizzen.scheduler.waiting import WaitingQueue, policy_key
 
 _Row = tuple[int, int, int, bool]  # slot, num_computed, num_scheduled, samples
 WATERMARK = 0.01  # of the pool stays free at admission, so that what runs can grow before it must preempt
+PREFILL_STEPS = 64  # in a row for which decoding waits where batches are not mixed: prompts may never stop coming
 
 
 class StepResult(msgspec.Struct):
@@ -38,16 +40,12 @@ class StepResult(msgspec.Struct):
     ended: list[ChoiceEnded]
 
 
-class _Plan(NamedTuple):
-    decode: IntP  # slots with one token to compute, in policy order
-    decode32: Int32  # the same
-    num_computed: Int32  # of these, before the step
-    full_pages: IntP  # those of these that need a page
-    chunks: list[tuple[int, int]]  # slots in prefill, and how many tokens they compute
-
-
 class Scheduler:
-    """``eos_token_ids`` end a request unless it ignores them; its own stop_token_ids always do."""
+    """``eos_token_ids`` end a request unless it ignores them; its own stop_token_ids always do.
+
+    ``prefill_steps``: 0 mixes batches; else a step prefills, while there are prompts and for so many steps in a row,
+    or decodes.
+    """
 
     def __init__(
         self,
@@ -58,11 +56,13 @@ class Scheduler:
         max_batch_tokens: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        prefill_steps: int = 0,
     ) -> None:
         assert kv_cache.pages_for(max_model_len) <= kv_cache.num_pages, "a request that runs alone must fit"
         self._kv_cache = kv_cache
         self._policy = policy
         self._max_batch_tokens = max_batch_tokens
+        self._prefill_steps = prefill_steps
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._slots = Slots(max_running_requests, max_model_len)
@@ -82,6 +82,7 @@ class Scheduler:
 
         self._next_number = 0
         self._next_step = 0
+        self._prefilled_steps = 0  # since the last one that decoded
         self._updated_step = -1
         self._generated_tokens = 0
         self._preemptions = 0
@@ -275,14 +276,30 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next step, or None if nothing can be scheduled now (results in flight may change that)."""
         preemptions = self._preemptions
-        while (plan := self._plan()) is None:
+        if not self._prefill_steps:
+            return self._schedule("mixed", now, preemptions)
+        prefill_first = self._prefilled_steps < self._prefill_steps
+        kinds: tuple[StepKind, ...] = ("prefill", "decode") if prefill_first else ("decode", "prefill")
+        for kind in kinds:
+            output = self._schedule(kind, now, preemptions)
+            if output is not None:
+                self._prefilled_steps = self._prefilled_steps + 1 if kind == "prefill" else 0
+                return output
+        return None
+
+    def _schedule(self, kind: StepKind, now: float, preemptions: int) -> SchedulerOutput | None:
+        """``preemptions``: how many there had been when this step's scheduling began."""
+        while (
+            plan := plan_step(kind, self._max_batch_tokens, self._running, self._slots, self._pages, self._kv_cache)
+        ) is None:
             self._preempt_last()
         decode, decode32, computed, full_pages, chunks = plan
         if len(decode):
             self._commit_decode(decode, computed, full_pages)
         rows = [self._commit_chunk(slot, count) for slot, count in chunks]
         started: list[SlotStart] = []
-        if preemptions == self._preemptions:  # who was just preempted must not come back for the same pages
+        # Who was just preempted must not come back for the same pages.
+        if kind != "decode" and preemptions == self._preemptions:
             budget = self._max_batch_tokens - len(decode) - sum(count for _, count in chunks)
             self._admit(budget, now, rows, started)
         if not len(decode) and not rows:
@@ -308,40 +325,6 @@ class Scheduler:
             output.samples = np.concatenate((output.samples, np.array(samples, np.bool_)))
         self._next_step += 1
         return output
-
-    def _plan(self) -> _Plan | None:
-        """Rows of running requests, as far as the token budget goes.
-
-        None if the pages do not suffice. Changes nothing: whom it lists may have to be preempted for another.
-        """
-        decode, decode32, prefill = self._running.rows()
-        if len(decode) > self._max_batch_tokens:
-            decode, decode32 = decode[: self._max_batch_tokens], decode32[: self._max_batch_tokens]
-        computed = self._slots.num_computed[decode]
-        full_pages = decode[computed >= self._pages.capacity[decode]]
-        room = self._kv_cache.num_available - len(full_pages)
-        if room < 0:
-            return None
-        budget = self._max_batch_tokens - len(decode)
-        chunks: list[tuple[int, int]] = []
-        for slot in prefill:
-            if not budget:
-                break
-            start = int(self._slots.num_computed[slot])
-            count = min(int(self._slots.num_tokens[slot]) - start, budget)
-            pages = self._pages.missing(slot, start + count)
-            if pages > room:
-                if slot != self._running.last.slot:
-                    return None
-                # Nobody is left to preempt for it: it takes what there is, and keeps what it has while others end.
-                pages = room
-                count = int(self._pages.capacity[slot]) + room * self._kv_cache.page_size - start
-                if count <= 0:
-                    break
-            chunks.append((slot, count))
-            room -= pages
-            budget -= count
-        return _Plan(decode, decode32, computed, full_pages, chunks)
 
     def _commit_decode(self, decode: IntP, computed: Int32, full_pages: IntP) -> None:
         slots, pages = self._slots, self._pages
