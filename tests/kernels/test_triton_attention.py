@@ -256,3 +256,33 @@ def test_a_captured_step_serves_other_lengths(device: torch.device) -> None:
     graph.replay()
     torch.cuda.synchronize()
     second.check(out)
+
+
+@pytest.mark.parametrize("prefill_rows", [5, 200])
+def test_rows_of_a_few_tokens_are_attended_whole(device: torch.device, prefill_rows: int) -> None:
+    """200 rows leave less room for each: some of theirs are too long to be split into tokens."""
+    from mizzen.attention.base import Batch, KVTensors
+    from mizzen.attention.triton import TritonBackend
+
+    rows = [(1, 40), (1, 1), (16, 90), (17, 60), (2, 2), (3, 30), (40, 41)]
+    rows += [(2, 3), (3, 3)] * ((prefill_rows - 5) // 2) + [(2, 3)] * ((prefill_rows - 5) % 2)
+    problem = Problem.random(rows, 4, 2, 64, 16, torch.float16, device)
+    backend = TritonBackend(
+        KVTensors([problem.k], [problem.v]), num_heads=4, max_rows=256, max_tokens=1024, device=device
+    )
+    batch = Batch(
+        token_ids=torch.zeros(len(problem.q), dtype=torch.int64, device=device),
+        positions=problem.seq_lens,
+        kv_slots=problem.seq_lens,
+        page_table=problem.page_table,
+        row_slots=problem.row_slots,
+        seq_lens=problem.seq_lens,
+        query_start=problem.query_start,
+        sample_tokens=problem.seq_lens,
+        num_decode_rows=2,
+        seq_lens_host=[],
+        query_start_host=[],
+    )
+    backend.plan(batch)
+    out = backend.forward(problem.q, 0).view(problem.q.shape)
+    problem.check(out)

@@ -3,24 +3,32 @@
 import torch
 from torch import Tensor
 
-from mizzen.attention.base import Batch, KVTensors
+from mizzen.attention.base import AttentionBackend, Batch, GraphSupport, KVTensors
 from mizzen.kernels.triton.decode_attention import PagedDecode
 from mizzen.kernels.triton.prefill_attention import PagedPrefill
+from mizzen.kernels.triton.short_rows import ShortRows
+
+# Rows of at most so many tokens are attended token by token, as decode rows are: docs/performance.md.
+_SHORT_ROW = 16
+_MAX_SPLIT = 256  # rows that this may add to a step
 
 
-class TritonBackend:
-    """Rows with one token go through the decode kernel, rows with more through the prefill kernel."""
+class TritonBackend(AttentionBackend):
+    """Rows of a few tokens go through the decode kernel, rows of more through the prefill kernel."""
+
+    graph_support = GraphSupport.ALL
 
     def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> None:
         _, page_size, kv_heads, head_dim = kv.k[0].shape
         self.kv = kv
         self._has_prefill = False
+        self._short_rows = ShortRows(max_rows + _MAX_SPLIT, device)
         self._decode = PagedDecode(
             num_heads=num_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            max_rows=max_rows,
+            max_rows=max_rows + _MAX_SPLIT,
             device=device,
         )
         self._prefill = PagedPrefill(
@@ -34,18 +42,16 @@ class TritonBackend:
         )
 
     def plan(self, batch: Batch) -> None:
-        self._has_prefill = batch.num_decode_rows < len(batch.row_slots)
-        self._decode.plan(batch.page_table, batch.row_slots, batch.seq_lens, batch.query_start)
-        if self._has_prefill:
-            self._prefill.plan(
-                len(batch.token_ids),
-                batch.page_table,
-                batch.row_slots,
-                batch.seq_lens,
-                batch.query_start,
-                min_tokens=2,
-                max_rows=len(batch.row_slots) - batch.num_decode_rows,
-            )
+        rows = batch.row_slots, batch.seq_lens, batch.query_start
+        prefill_rows = len(batch.row_slots) - batch.num_decode_rows
+        self._has_prefill = prefill_rows > 0
+        if not self._has_prefill:
+            self._decode.plan(batch.page_table, *rows)
+            return
+        short = min(_SHORT_ROW, _MAX_SPLIT // prefill_rows + 1)
+        num_rows = len(batch.row_slots) + prefill_rows * (short - 1)
+        self._decode.plan(batch.page_table, *self._short_rows.split(*rows, max_tokens=short, num_rows=num_rows))
+        self._prefill.plan(len(batch.token_ids), batch.page_table, *rows, min_tokens=short + 1, max_rows=prefill_rows)
 
     def forward(self, q: Tensor, layer: int) -> Tensor:
         k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
