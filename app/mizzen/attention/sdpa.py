@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mizzen.attention.base import Batch, KVTensors
+from mizzen.attention.base import AttentionBackend, Batch, GraphSupport, KVTensors
 
 # Padding a bucket of decode rows to its longest may add this share of work; below it, one call is cheaper than two.
 _MAX_PADDING = 1.25
@@ -39,7 +39,9 @@ class _Prefill:
     mask: Tensor | None  # [stop - start, length]: 0 or -inf; None if the row is its whole sequence: plainly causal
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
+    graph_support = GraphSupport.NONE  # buckets of rows by length: another shape each step
+
     def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> None:
         _, self._page_size, self._kv_heads, self._head_dim = kv.k[0].shape
         self.kv = kv

@@ -112,3 +112,16 @@ KERNELS = Kernels(
     qk_norm_rope_write_kv=qk_norm_rope_write_kv,
     silu_mul=silu_mul,
 )
+
+
+def page_indices(
+    page_table: Tensor, row_slots: Tensor, seq_lens: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """indptr [R + 1], indices [all pages of the rows] and last_page_len [R] of rows with seq_lens [R] tokens, in the
+    pages page_table[row_slots]: FlashInfer's form of page tables. All int32."""
+    counts = (seq_lens + page_size - 1) // page_size
+    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum(counts, 0, out=indptr[1:])
+    columns = torch.arange(page_table.shape[1], device=counts.device)
+    indices = page_table[row_slots.long()][columns < counts.unsqueeze(-1)]
+    return indptr, indices, seq_lens - (counts - 1) * page_size

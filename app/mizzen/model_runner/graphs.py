@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mizzen.attention.base import AttentionBackend, Batch
+from mizzen.attention.base import AttentionBackend, Batch, DecodeGraph, GraphSupport
 from mizzen.kernels.triton.prepare import prepare_decode
 from mizzen.kernels.triton.sampling import sample_tokens
 from mizzen.kernels.triton.slots import SampledRows, SlotParams
@@ -81,6 +81,7 @@ class _Graph:
     logits: Tensor  # [S, vocab]
     tokens: Tensor  # [S] int32
     held: tuple[Tensor, ...]  # what the graph reads and writes besides: memory that must not serve anything else
+    planning: DecodeGraph | None = None  # where attention is planned on the host as well
 
 
 class GraphExecutor:
@@ -104,8 +105,11 @@ class GraphExecutor:
         self._limits = limits
         self._decode: dict[int, _Graph] = {}
         self._mixed: dict[int, _Graph] = {}
-        self._decode_sizes = decode_ladder(limits.decode_rows) if limits.decode_rows else []
-        self._mixed_sizes = mixed_ladder(limits.mixed_tokens)
+        support = attention.graph_support
+        self._decode_sizes = (
+            decode_ladder(limits.decode_rows) if limits.decode_rows and support != GraphSupport.NONE else []
+        )
+        self._mixed_sizes = mixed_ladder(limits.mixed_tokens) if support == GraphSupport.ALL else []
 
     def capture(self, progress: Callable[[float, str], None]) -> None:
         """From large to small, so that one pool of memory serves all."""
@@ -156,6 +160,8 @@ class GraphExecutor:
         host = torch.empty(graph.layout.total, dtype=torch.int32, pin_memory=True)
         fill(step, graph.layout, host.numpy())
         graph.inputs.copy_(host, non_blocking=True)
+        if graph.planning is not None:
+            graph.planning.plan_on_host(graph.layout.host(host.numpy(), "seq_lens"))
         return graph
 
     def _fill_decode(self, step: PreparedStep, layout: _Layout, buffer: Int32) -> None:
@@ -204,16 +210,23 @@ class GraphExecutor:
             seq_lens_host=[],
             query_start_host=[],
         )
+        planning = None
+        if self._attention.graph_support == GraphSupport.DECODE:
+            planning = self._attention.decode_graph(batch)
+            planning.plan_on_host(layout.host(host, "seq_lens"))
+        plan = self._attention.plan if planning is None else planning.plan_on_device
 
         def forward() -> Tensor:
             prepare_decode(
                 slots, seq_lens, state.token_table, state.page_table, self._page_size, token_ids, positions, kv_slots
             )
-            self._attention.plan(batch)
+            plan(batch)
             return self._model.logits(self._model.forward(batch, self._attention))
 
         held = (token_ids, positions, kv_slots, query_start)
-        return self._capture(layout, inputs, forward, slots, seq_lens, held, pool)
+        graph = self._capture(layout, inputs, forward, slots, seq_lens, held, pool)
+        graph.planning = planning
+        return graph
 
     def _capture_mixed(self, size: int, pool: Any) -> _Graph:
         rows, samples = self._limits.rows, min(size, self._limits.rows)
