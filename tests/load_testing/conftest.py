@@ -1,0 +1,6 @@
+"""Puts the repository on the path: ``loadtest`` is no part of the installed package."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
