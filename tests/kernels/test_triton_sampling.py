@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mizzen.model_runner.philox import philox_uniform
-from mizzen.model_runner.sampler import SamplingInputs, sample
+from mizzen.model_runner.sampler import MAX_CANDIDATES, SamplingInputs, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,8 @@ class Case:
         return self.seq_lens.long() - self.num_prompt
 
     def twin(self) -> Tensor:
-        filtered = ((self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))).nonzero()[:, 0]
+        narrow = (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)
+        wide = (self.temperature > 0) & ~narrow & ((self.top_k > 0) | (self.top_p < 1))
         inputs = SamplingInputs(
             slots=torch.arange(len(self.logits), device=self.logits.device),
             lengths=self.seq_lens.long(),
@@ -87,7 +88,9 @@ class Case:
             output_index=self.output_index,
             all_greedy=bool((self.temperature == 0).all()),
             any_min_p=bool((self.min_p > 0).any()),
-            filtered_rows=filtered if len(filtered) else None,
+            narrow_rows=narrow.nonzero()[:, 0] if narrow.any() else None,
+            max_top_k=int(self.top_k[narrow].max()) if narrow.any() else 0,
+            wide_rows=wide.nonzero()[:, 0] if wide.any() else None,
         )
         return sample(self.logits, inputs).token_ids
 

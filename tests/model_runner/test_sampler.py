@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mizzen.model_runner.philox import philox_uniform
-from mizzen.model_runner.sampler import BLOCK, Pairs, Penalties, SamplingInputs, inverse_cdf, sample
+from mizzen.model_runner.sampler import BLOCK, MAX_CANDIDATES, Pairs, Penalties, SamplingInputs, inverse_cdf, sample
 
 
 def inputs(rows: int, **changes: object) -> SamplingInputs:
@@ -122,29 +122,28 @@ def test_temperature_zero_is_greedy_beside_rows_that_sample() -> None:
 def test_filters_keep_exactly_the_tokens_of_their_definition(changes: dict[str, float], allowed: set[int]) -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
     arguments: dict[str, object] = {name: torch.tensor(value) for name, value in changes.items()}
-    if "top_k" in changes or "top_p" in changes:
-        arguments["filtered_rows"] = torch.arange(5000)
-        arguments["max_top_k"] = int(changes.get("top_k", 0)) if changes.get("top_k", 0) <= 64 else 0
-    arguments["any_min_p"] = "min_p" in changes
     count = 5000
-    rows = arguments.pop("filtered_rows", None)
-    expanded = {name: v.expand(count) if isinstance(v, Tensor) else v for name, v in arguments.items()}
-    if rows is not None:
-        expanded["filtered_rows"] = rows
+    narrow = 0 < changes.get("top_k", 0) <= MAX_CANDIDATES
+    rows: dict[str, object] = {}
+    if narrow:
+        rows = {"narrow_rows": torch.arange(count), "max_top_k": int(changes["top_k"])}
+    elif "top_k" in changes or "top_p" in changes:
+        rows = {"wide_rows": torch.arange(count)}
+    arguments["any_min_p"] = "min_p" in changes
+    expanded = {name: v.expand(count) if isinstance(v, Tensor) else v for name, v in arguments.items()} | rows
     got = sample(logits.expand(count, -1), inputs(count, **expanded)).token_ids
     assert set(got.tolist()) == allowed
 
 
 def test_sorted_and_gathered_candidates_draw_the_same_tokens() -> None:
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(300, 5000, generator=generator) * 2
+    logits = (torch.randn(300, 5000, generator=generator) * 4).round() / 2  # many are equal
     common = {
         "top_k": torch.full((300,), 40),
         "top_p": torch.full((300,), 0.9),
-        "filtered_rows": torch.arange(300),
     }
-    gathered = sample(logits, inputs(300, max_top_k=40, **common)).token_ids
-    whole = sample(logits, inputs(300, max_top_k=0, **common)).token_ids
+    gathered = sample(logits, inputs(300, narrow_rows=torch.arange(300), max_top_k=40, **common)).token_ids
+    whole = sample(logits, inputs(300, wide_rows=torch.arange(300), **common)).token_ids
     assert torch.equal(gathered, whole)
 
 

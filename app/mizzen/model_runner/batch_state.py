@@ -4,7 +4,7 @@
 stream, updates the state and returns what the model reads. The host keeps only what decides a step's shape.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,8 @@ class HostFlags:
     def __init__(self, max_slots: int, eos_token_ids: tuple[int, ...]) -> None:
         self._eos = eos_token_ids
         self.sampled = np.zeros(max_slots, np.bool_)  # temperature over 0
-        self.filtered = np.zeros(max_slots, np.bool_)  # top_k or top_p
+        self.narrow = np.zeros(max_slots, np.bool_)  # a top_k whose candidates can be gathered
+        self.wide = np.zeros(max_slots, np.bool_)  # a larger top_k, or top_p alone
         self.top_k = np.zeros(max_slots, np.int32)
         self.min_p = np.zeros(max_slots, np.bool_)
         self.penalties = np.zeros(max_slots, np.bool_)
@@ -66,7 +67,9 @@ class HostFlags:
     def start(self, start: SlotStart) -> None:
         slot, params = start.slot, start.sampling
         self.sampled[slot] = params.temperature > 0
-        self.filtered[slot] = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+        filtered = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+        self.narrow[slot] = filtered and 0 < params.top_k <= MAX_CANDIDATES
+        self.wide[slot] = filtered and not self.narrow[slot]
         self.top_k[slot] = max(params.top_k, 0)
         self.min_p[slot] = params.temperature > 0 and params.min_p > 0
         self.penalties[slot] = (
@@ -111,6 +114,17 @@ class DeviceState:
         return floats[_TEMPERATURE], floats[_TOP_P], floats[_MIN_P], ints[_TOP_K], ints[_SEED], ints[_NUM_PROMPT]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawFlags:
+    """What any of the rows that the sampler's kernels draw asks for: it decides which kernels run.
+
+    ``narrow``: a top_k of at most MAX_CANDIDATES; ``wide``: a larger one, or top_p alone."""
+
+    min_p: bool = False
+    narrow: bool = False
+    wide: bool = False
+
+
 @dataclass(slots=True)
 class PreparedStep:
     """A step's inputs on the host. ``arrays`` cross over to the device together; the rest decides the step's shape."""
@@ -122,18 +136,30 @@ class PreparedStep:
     output_index: Int64  # [S]
     all_greedy: bool
     any_min_p: bool
-    max_top_k: int
+    max_top_k: int  # of the rows whose candidates can be gathered
     max_history: int  # the longest of the penalized rows
     logprob_rows: Int64 | None  # indices into the sampled rows
     num_logprobs: int
+    changed_rows: Int64 | None  # likewise: rows whose logits are changed before the draw, which kernels cannot
+    draw: DrawFlags  # of the other rows
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether temperature, if anything, is all that its rows ask of the sampler."""
-        return not (_SPECIAL & self.arrays.keys() or self.any_min_p)
+    def changed_only(self) -> "PreparedStep":
+        """What the sampler needs of ``changed_rows`` alone, but for their log-probabilities."""
+        rows = self.changed_rows
+        assert rows is not None
+        arrays = {name: self.arrays[name][rows] for name in ("sample_slots", "sample_lens", "output_index")}
+        for name in ("penalized", "bias_rows", "banned_rows"):
+            if name in self.arrays:
+                arrays[name] = np.searchsorted(rows, self.arrays[name])
+        for name in ("narrow", "wide"):
+            if name in self.arrays and len(here := np.intersect1d(self.arrays[name], rows)):
+                arrays[name] = np.searchsorted(rows, here)
+        for name in ("bias_tokens", "bias_values", "banned_tokens"):
+            if name in self.arrays:
+                arrays[name] = self.arrays[name]
+        return replace(self, arrays=arrays, output_index=arrays["output_index"], logprob_rows=None)
 
 
-_SPECIAL = {"filtered", "penalized", "logprobs", "bias_rows", "banned_rows"}
 _CHANGES = ("page_slots", "page_columns", "page_ids", "start_slots", "start_tokens", "start_floats", "start_ints")
 
 
@@ -199,16 +225,21 @@ class BatchState:
             arrays["page_ids"] = output.page_ids
         if output.started:
             arrays |= _start_arrays(output.started)
-        filtered, top_k = _indices(flags.filtered[slots]), None
-        if filtered is not None:
-            arrays["filtered"], top_k = filtered, flags.top_k[slots[filtered]]
-        narrow = top_k is not None and top_k.min() > 0 and top_k.max() <= MAX_CANDIDATES
+        min_p, narrow, wide = flags.min_p[slots], flags.narrow[slots], flags.wide[slots]
+        for name, mask in (("narrow", narrow), ("wide", wide)):
+            if (rows := _indices(mask)) is not None:
+                arrays[name] = rows
         max_history = 0
         if (penalized := _indices(flags.penalties[slots])) is not None:
             arrays["penalized"], max_history = penalized, int(sample_lens[penalized].max())
         if (logprob_rows := _indices(flags.logprobs[slots] >= 0)) is not None:
             arrays["logprobs"] = logprob_rows
         self._add_pairs(arrays, slots, output_index)
+        changes = [arrays[name] for name in ("penalized", "bias_rows", "banned_rows") if name in arrays]
+        changed_rows = np.unique(np.concatenate(changes)) if changes else None
+        drawn = np.ones(len(slots), np.bool_)
+        if changed_rows is not None:
+            drawn[changed_rows] = False
         return PreparedStep(
             output=output,
             arrays=arrays,
@@ -216,11 +247,13 @@ class BatchState:
             seq_lens=seq_lens,
             output_index=output_index,
             all_greedy=not flags.sampled[slots].any(),
-            any_min_p=bool(flags.min_p[slots].any()),
-            max_top_k=int(top_k.max()) if narrow and top_k is not None else 0,
+            any_min_p=bool(min_p.any()),
+            max_top_k=int(flags.top_k[slots[narrow]].max()) if "narrow" in arrays else 0,
             max_history=max_history,
             logprob_rows=logprob_rows,
             num_logprobs=int(flags.logprobs[slots].max()) if logprob_rows is not None else 0,
+            changed_rows=changed_rows,
+            draw=DrawFlags(bool((min_p & drawn).any()), bool((narrow & drawn).any()), bool((wide & drawn).any())),
         )
 
     def _add_pairs(self, arrays: dict[str, Array], slots: Int32, output_index: Int64) -> None:
@@ -248,6 +281,9 @@ class BatchState:
     def upload(self, step: PreparedStep) -> dict[str, Tensor]:
         """All of the step's arrays, in one copy."""
         return dict(zip(step.arrays, self._platform.upload(list(step.arrays.values())), strict=True))
+
+    def upload_indices(self, rows: Int64) -> Tensor:
+        return self._platform.upload([rows])[0]
 
     def upload_changes(self, step: PreparedStep) -> dict[str, Tensor]:
         """Only those that change the state: few steps have any."""
@@ -310,8 +346,9 @@ class BatchState:
             seeds=ints[:, _SEED],
             output_index=arrays["output_index"],
             all_greedy=step.all_greedy,
-            filtered_rows=arrays.get("filtered"),
+            narrow_rows=arrays.get("narrow"),
             max_top_k=step.max_top_k,
+            wide_rows=arrays.get("wide"),
             any_min_p=step.any_min_p,
             logprob_rows=arrays.get("logprobs"),
             num_logprobs=step.num_logprobs,

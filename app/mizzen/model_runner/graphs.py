@@ -1,8 +1,11 @@
-"""CUDA graphs of whole steps: one for each number of tokens on a ladder, decode-only and mixed, sampler apart.
+"""CUDA graphs of whole steps: one for each number of tokens on a ladder, decode-only and mixed, samplers apart.
 
 A graph reads its step from a buffer of its own, which one copy from the host fills; everything else is on the device by
 slot. A step is padded to the next size: rows that only fill up have no tokens (mixed) or name the dummy slot (decode),
 tokens that only fill up belong to a row of the dummy slot, and sampled rows that only fill up write to its tokens.
+
+Behind each step's graph runs one of the sampler's, by what the step's rows ask for. Rows whose logits are changed first
+(penalties, biases, bans) are drawn by torch, after the others: the sampler's twin changes and draws those rows alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +18,9 @@ from torch import Tensor
 
 from mizzen.attention.base import AttentionBackend, Batch, DecodeGraph, GraphSupport
 from mizzen.kernels.triton.prepare import prepare_decode
-from mizzen.kernels.triton.sampling import sample_tokens
+from mizzen.kernels.triton.sampling import logprobs, sample_tokens
 from mizzen.kernels.triton.slots import SampledRows, SlotParams
-from mizzen.model_runner.batch_state import BatchState, PreparedStep
+from mizzen.model_runner.batch_state import BatchState, DrawFlags, Int64, PreparedStep
 from mizzen.model_runner.runner import CausalModel, EagerExecutor
 from mizzen.model_runner.sampler import Sampled, sample
 from mizzen.scheduler.output import Int32
@@ -77,7 +80,7 @@ class _Graph:
     layout: _Layout
     inputs: Tensor  # [layout.total] int32, on the device
     forward: torch.cuda.CUDAGraph
-    sampler: torch.cuda.CUDAGraph
+    samplers: dict[DrawFlags, torch.cuda.CUDAGraph]
     logits: Tensor  # [S, vocab]
     tokens: Tensor  # [S] int32
     held: tuple[Tensor, ...]  # what the graph reads and writes besides: memory that must not serve anything else
@@ -133,14 +136,27 @@ class GraphExecutor:
             return self._eager.run(step)
         count = len(step.output_index)
         graph.forward.replay()
-        if step.is_plain:
-            graph.sampler.replay()
-            return Sampled(graph.tokens[:count])
-        arrays = self._state.upload(step)
-        inputs = self._state.sampling_inputs(step, arrays)
-        sampled = sample(graph.logits[:count], inputs)
+        logits, tokens = graph.logits[:count], graph.tokens[:count]
+        if step.changed_rows is None or len(step.changed_rows) < count:
+            graph.samplers[_variant(step.draw)].replay()
+        if step.changed_rows is not None:
+            self._draw_changed(step, step.changed_rows, logits, tokens)
+        if step.logprob_rows is None:
+            return Sampled(tokens)
+        rows = self._state.upload_indices(step.logprob_rows)
+        chosen, normalizers = logprobs(logits, rows, tokens)
+        top, top_token_ids = logits[rows].topk(step.num_logprobs, -1)
+        return Sampled(tokens, chosen, top_token_ids, top.float() - normalizers[:, None])
+
+    def _draw_changed(self, step: PreparedStep, rows: Int64, logits: Tensor, tokens: Tensor) -> None:
+        """Draws the rows whose logits are changed, over what the graph drew for them."""
+        part = step.changed_only()
+        arrays = self._state.upload(part)
+        indices = self._state.upload_indices(rows)
+        inputs = self._state.sampling_inputs(part, arrays)
+        sampled = sample(logits[indices], inputs)
         self._state.store(inputs, sampled.token_ids)
-        return sampled
+        tokens[indices] = sampled.token_ids.to(torch.int32)
 
     def _fill_graph(self, step: PreparedStep) -> _Graph | None:
         """The graph that this step fits, its inputs under way and the state up to date; None if there is none."""
@@ -284,18 +300,33 @@ class GraphExecutor:
         rows = SampledRows(slots, lengths, state.device.token_table, tokens)
         params = SlotParams(*state.device.sampling_columns())
 
-        def sampler(logits: Tensor) -> None:
-            sample_tokens(logits, rows, params)
+        def draw(logits: Tensor, flags: DrawFlags) -> None:
+            sample_tokens(logits, rows, params, min_p=flags.min_p, filtered=flags.narrow or flags.wide)
 
         for _ in range(WARM_UPS):
-            sampler(forward())
+            logits = forward()
+            for flags in _VARIANTS:
+                draw(logits, flags)
         torch.cuda.synchronize()
-        forward_graph, sampler_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        forward_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward_graph, pool=pool):
             logits = forward()
-        with torch.cuda.graph(sampler_graph, pool=pool):
-            sampler(logits)
-        return _Graph(layout, inputs, forward_graph, sampler_graph, logits, tokens, held)
+        samplers = {flags: torch.cuda.CUDAGraph() for flags in _VARIANTS}
+        for flags, graph in samplers.items():
+            with torch.cuda.graph(graph, pool=pool):
+                draw(logits, flags)
+        return _Graph(layout, inputs, forward_graph, samplers, logits, tokens, held)
+
+
+def _variant(flags: DrawFlags) -> DrawFlags:
+    """The sampler's graph that serves these flags: kernels for narrow and wide rows are launched together."""
+    filtered = flags.narrow or flags.wide
+    return DrawFlags(flags.min_p, filtered, filtered)
+
+
+# Kernels for min_p cost 13 us of 256 rows, those for filtered rows 5 even if there is none (docs/performance.md): so
+# a graph of each kind is captured (what that costs: docs/architecture.md).
+_VARIANTS = [DrawFlags(min_p, filtered, filtered) for filtered in (False, True) for min_p in (False, True)]
 
 
 def _prefill_rows(size: int) -> int:

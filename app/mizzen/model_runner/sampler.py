@@ -50,8 +50,9 @@ class SamplingInputs:
     seeds: Tensor  # [S] int64
     output_index: Tensor  # [S] int64
     all_greedy: bool
-    filtered_rows: Tensor | None = None  # [F] int64: rows with top_k or top_p
-    max_top_k: int = 0  # of the filtered rows; 0 if any of them needs the whole row sorted
+    narrow_rows: Tensor | None = None  # [F] int64: rows with a top_k of at most MAX_CANDIDATES
+    max_top_k: int = 0  # of the narrow rows
+    wide_rows: Tensor | None = None  # [F] int64: rows with a larger top_k, or with top_p alone
     any_min_p: bool = False
     bias: Pairs | None = None
     banned: Pairs | None = None
@@ -78,15 +79,13 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
         greedy = inputs.temperature == 0
         scaled = logits.float() / torch.where(greedy, 1.0, inputs.temperature)[:, None]
         token_ids = torch.where(greedy, logits.argmax(-1), draw(scaled, inputs))
-    result = Sampled(token_ids)
-    if inputs.logprob_rows is not None:
-        rows = raw[inputs.logprob_rows].float()
-        normalizer = rows.logsumexp(-1, keepdim=True)
-        chosen = rows.gather(1, token_ids[inputs.logprob_rows][:, None])
-        result.chosen_logprobs = (chosen - normalizer)[:, 0]
-        top, result.top_token_ids = rows.topk(inputs.num_logprobs, -1)
-        result.top_logprobs = top - normalizer
-    return result
+    if inputs.logprob_rows is None:
+        return Sampled(token_ids)
+    rows = raw[inputs.logprob_rows].float()
+    normalizer = rows.logsumexp(-1, keepdim=True)
+    chosen = rows.gather(1, token_ids[inputs.logprob_rows][:, None])
+    top, top_token_ids = rows.topk(inputs.num_logprobs, -1)
+    return Sampled(token_ids, (chosen - normalizer)[:, 0], top_token_ids, top - normalizer)
 
 
 def process(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -129,10 +128,11 @@ def draw(scaled: Tensor, inputs: SamplingInputs) -> Tensor:
         # log(0) is -inf: rows without min_p keep everything
         threshold = scaled.amax(-1, keepdim=True) + inputs.min_p.log()[:, None]
         plain = scaled.masked_fill(scaled < threshold, -torch.inf)
-    if inputs.filtered_rows is not None:
-        rows = inputs.filtered_rows
+    if inputs.narrow_rows is not None or inputs.wide_rows is not None:
         plain = plain.clone()
-        plain[rows] = keep_filtered(scaled[rows], inputs.top_k[rows], inputs.top_p[rows], plain[rows], inputs.max_top_k)
+    for rows, max_top_k in ((inputs.narrow_rows, inputs.max_top_k), (inputs.wide_rows, 0)):
+        if rows is not None:
+            plain[rows] = keep_filtered(scaled[rows], inputs.top_k[rows], inputs.top_p[rows], plain[rows], max_top_k)
     return inverse_cdf(plain, uniform)
 
 
@@ -165,7 +165,9 @@ def keep_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, plain: Tensor, m
     logits are equal but for rounding would change places with the batch's composition, and the draw with them.
     """
     vocab = scaled.shape[1]
-    values, ids = scaled.topk(min(max_top_k, vocab) if max_top_k else vocab, -1)
+    values, ids = (
+        _largest(scaled, min(max_top_k, vocab)) if max_top_k else scaled.sort(dim=-1, descending=True, stable=True)
+    )
     rank = torch.arange(values.shape[1], device=scaled.device)
     limit = torch.where(top_k > 0, top_k, vocab)[:, None]
     probabilities = torch.softmax(values.masked_fill(rank >= limit, -torch.inf), -1)
@@ -175,3 +177,14 @@ def keep_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, plain: Tensor, m
     keep[:, 0] = True
     kept = torch.full_like(plain, -torch.inf)
     return kept.scatter_(1, ids, plain.gather(1, ids).masked_fill_(~keep, -torch.inf))
+
+
+def _largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of scaled [F, vocab] float32, in falling order; of equal ones the earlier comes first, as
+    torch.topk does not promise: bfloat16 logits are often equal."""
+    bits = (scaled + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # integers in the order of the floats
+    last = scaled.shape[1] - 1
+    keys = bits.to(torch.int64).bitwise_left_shift_(32).add_(torch.arange(last, -1, -1, device=scaled.device))
+    ids = last - (keys.topk(count, -1).values & 0xFFFFFFFF)
+    return scaled.gather(1, ids), ids
