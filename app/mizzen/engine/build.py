@@ -3,31 +3,33 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
+import structlog
 import torch
 
 from mizzen.attention.base import KVTensors
 from mizzen.attention.registry import make_attention
 from mizzen.config.config import EngineConfig
 from mizzen.distributed.group import ProcessGroup
+from mizzen.engine.largest_steps import largest_steps
+from mizzen.errors import ConfigError
 from mizzen.ipc.messages import EngineInfo, ModelInfo, Phase
 from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
 from mizzen.model_runner.batch_state import BatchState
 from mizzen.model_runner.memory import check_even, fit_model_len, kv_page_bytes, num_kv_pages
 from mizzen.model_runner.runner import EagerExecutor, Executor, ModelRunner, NullExecutor
-from mizzen.models.config import parse_architecture
+from mizzen.models.config import Progress, parse_architecture
 from mizzen.models.loader import Model, load_model
 from mizzen.platform.base import Platform
 from mizzen.platform.cpu import CpuPlatform
-from mizzen.sampling_params import MAX_LOGPROBS, SamplingParams
-from mizzen.scheduler.output import SchedulerOutput, SlotStart
 from mizzen.scheduler.scheduler import PREFILL_STEPS, Scheduler
 
 NULL_MODEL_PAGES = 2**17  # its pages are nearly free: as many as a large GPU would have
 
 Report = Callable[[Phase, float, str], None]  # phase, fraction done, detail
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -48,8 +50,8 @@ def make_platform(config: EngineConfig, rank: int) -> Platform:
 
 
 def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group: ProcessGroup, report: Report) -> Rank:
-    """Loads the weights, runs the largest steps to see what memory they take, and sizes the KV pool by that: the
-    smallest of all ranks' pools counts."""
+    """Loads the weights, captures all graphs and runs the largest steps to see what memory they take, and sizes the KV
+    pool by that: the smallest of all ranks' pools counts. Then captures the graphs anew, over that pool."""
     torch.set_grad_enabled(False)
     network = load_model(
         parse_architecture(model.path),
@@ -65,10 +67,10 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         free_bytes = platform.free_memory_bytes()
         check_even(group.min_int(free_bytes), -group.min_int(-free_bytes))
     builder = _Builder(config, model, platform, network)
-    report("profile", 0.0, "running the largest steps")
-    peak_bytes = platform.peak_bytes(builder.run_largest_steps)
+    budget = builder.kv_budget(group.size)
+    peak_bytes = builder.measure(report)
     report("profile", 0.5, "sizing the KV cache")
-    pages = group.min_int(builder.num_pages(peak_bytes, group.size))
+    pages = group.min_int(builder.num_pages(budget, peak_bytes))
     max_model_len = fit_model_len(
         config.scheduler.max_model_len,
         context_length=model.context_length,
@@ -76,8 +78,14 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         page_size=config.cache.page_size,
     )
     report("profile", 1.0, "")
-    runner = builder.runner(pages, max_model_len, report)
+    runner = builder.runner(pages, max_model_len, lambda fraction, detail: report("capture", fraction, detail))
+    log.info("memory", kv_bytes=builder.info(pages, max_model_len).kv_bytes, steps_bytes=peak_bytes, **budget._asdict())
     return Rank(runner, builder.info(pages, max_model_len), model)
+
+
+class KVBudget(NamedTuple):
+    default_bytes: int  # what is left of MIZZEN_MEMORY_FRACTION
+    free_bytes: int  # what MIZZEN_KV_CACHE_BYTES may take
 
 
 class _Builder:
@@ -96,14 +104,36 @@ class _Builder:
             itemsize=network.dtype.itemsize,
         )
 
-    def num_pages(self, peak_bytes: int, ranks: int) -> int:
-        platform, cache = self._platform, self._config.cache
+    def kv_budget(self, ranks: int) -> KVBudget:
+        """What the KV pool may take, if steps took nothing; to be asked before they do."""
+        platform = self._platform
         share = ranks if self._config.device == "cpu" else 1  # ranks on one host share its memory
+        rounding = 2 * self._network.num_layers * platform.allocation_slack_bytes
+        return KVBudget(
+            platform.kv_budget_bytes(self._config.cache.memory_fraction) // share - rounding,
+            platform.free_memory_bytes() // share - rounding,
+        )
+
+    def measure(self, report: Report) -> int:
+        """Bytes that the largest steps take, and all else that a runner holds. Raises ConfigError if they are not
+        there."""
+        try:
+            return self._platform.peak_bytes(lambda: self.run_largest_steps(report))
+        except torch.OutOfMemoryError as error:
+            limits = self._config.scheduler
+            raise ConfigError(
+                f"the largest steps do not fit into memory: lower MIZZEN_MAX_BATCH_TOKENS (now"
+                f" {limits.max_batch_tokens}) or MIZZEN_MAX_RUNNING_REQUESTS (now {limits.max_running_requests}), or"
+                f" raise MIZZEN_TENSOR_PARALLEL_SIZE (now {self._config.tensor_parallel_size})",
+                setting="MIZZEN_MAX_BATCH_TOKENS",
+            ) from error
+
+    def num_pages(self, budget: KVBudget, peak_bytes: int) -> int:
         pages = num_kv_pages(
-            cache,
+            self._config.cache,
             page_bytes=self._page_bytes,
-            budget_bytes=platform.kv_budget_bytes(cache.memory_fraction) // share - peak_bytes,
-            free_bytes=platform.free_memory_bytes() // share - peak_bytes,
+            budget_bytes=budget.default_bytes - peak_bytes,
+            free_bytes=budget.free_bytes - peak_bytes,
         )
         return min(pages, NULL_MODEL_PAGES) if self._network.is_null else pages
 
@@ -116,8 +146,8 @@ class _Builder:
             kv_bytes=self._page_bytes * pages,
         )
 
-    def runner(self, pages: int, max_model_len: int, report: Report | None = None) -> ModelRunner:
-        """With ``report``, steps run as CUDA graphs where the device and the settings allow."""
+    def runner(self, pages: int, max_model_len: int, progress: Progress) -> ModelRunner:
+        """Steps run as CUDA graphs where the device and the settings allow; ``progress`` hears of their capture."""
         config, platform = self._config, self._platform
         state = BatchState(
             platform,
@@ -127,9 +157,9 @@ class _Builder:
             dummy_page=pages,
             eos_token_ids=self._model.eos_token_ids,
         )
-        return ModelRunner(state, self._executor(pages, state, report), platform.make_stream())
+        return ModelRunner(state, self._executor(pages, state, progress), platform.make_stream())
 
-    def _executor(self, pages: int, state: BatchState, report: Report | None) -> Executor:
+    def _executor(self, pages: int, state: BatchState, progress: Progress) -> Executor:
         config, network, platform = self._config, self._network, self._platform
         if network.is_null:
             vocab_size = self._model.vocab_size
@@ -153,50 +183,31 @@ class _Builder:
             max_tokens=max(config.scheduler.max_batch_tokens, config.graph_mixed_tokens),
         )
         eager = EagerExecutor(network, attention, state)
-        if report is None or not config.graph_rows:
+        if not config.graph_rows:
             return eager
         from mizzen.model_runner.graphs import GraphExecutor, GraphLimits  # needs Triton
 
         limits = GraphLimits(min(config.graph_rows, rows), config.graph_mixed_tokens, rows)
         graphs = GraphExecutor(network, attention, state, eager, page_size=config.cache.page_size, limits=limits)
-        graphs.capture(lambda fraction, detail: report("capture", fraction, detail))
+        graphs.capture(progress)
         return graphs
 
-    def run_largest_steps(self) -> None:
-        """The longest prompt that the token budget admits, then as many rows as run at once, with all that a
-        sampler can be asked. Their KV goes to the dummy page of a pool that has no other."""
-        limits = self._config.scheduler
-        longest = min(self._config.scheduler.max_model_len or self._model.context_length, self._model.context_length)
-        prompt, rows = min(limits.max_batch_tokens, longest), min(limits.max_running_requests, limits.max_batch_tokens)
-        runner = self.runner(0, longest)
-        for step in (largest_step([prompt], self._config.cache.page_size), largest_step([1] * rows, 1)):
+    def run_largest_steps(self, report: Report) -> ModelRunner:
+        """Makes a runner over a pool of one page, graphs included, and runs what needs most memory. Returns the
+        runner: what it holds counts too."""
+        limits, context = self._config.scheduler, self._model.context_length
+        longest = min(limits.max_model_len or context, context)
+        # Kernels compile at their first run, which is here.
+        runner = self.runner(0, longest, lambda fraction, detail: report("compile", fraction, detail))
+        report("profile", 0.0, "running the largest steps")
+        for step in largest_steps(
+            max_batch_tokens=limits.max_batch_tokens,
+            max_running_requests=limits.max_running_requests,
+            max_model_len=longest,
+        ):
             runner.enqueue(step).result()
         runner.close()
-
-
-def largest_step(lengths: list[int], page_size: int) -> SchedulerOutput:
-    """A step that starts a request of each length, sampled in the most costly way, its pages all page 0."""
-    rows = np.arange(len(lengths), dtype=np.int32)
-    counts = np.array(lengths, np.int32)
-    pages = -(-counts // page_size)
-    params = SamplingParams(
-        top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, seed=0
-    )
-    return SchedulerOutput(
-        step=0,
-        slots=rows,
-        num_computed=np.zeros_like(rows),
-        num_scheduled=counts,
-        samples=np.ones(len(rows), np.bool_),
-        num_decode_rows=0,
-        started=[
-            SlotStart(slot, slot, np.zeros(length, np.int32), length, 0, params, 0)
-            for slot, length in enumerate(lengths)
-        ],
-        page_slots=np.repeat(rows, pages),
-        page_columns=np.concatenate([np.arange(count, dtype=np.int32) for count in pages]),
-        page_ids=np.zeros(pages.sum(), np.int32),
-    )
+        return runner
 
 
 def build_scheduler(engine: EngineConfig, rank: Rank) -> Scheduler:

@@ -44,5 +44,10 @@ class Platform(Protocol):
     def kv_budget_bytes(self, memory_fraction: float) -> int:
         """What the KV cache, and what else is allocated from now on, may take by default."""
 
+    @property
+    def allocation_slack_bytes(self) -> int:
+        """The most that a large tensor takes beyond its size."""
+
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Runs ``work`` to its end; how much more memory it needed for the time, 0 where that is not measured."""
+        """Runs ``work`` to its end; the most memory that it took at a time, what it returns included, whoever allocated
+        it. 0 where that is not measured."""

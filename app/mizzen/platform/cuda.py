@@ -4,6 +4,7 @@ All of a rank's device work is on this one stream, so state that steps change ne
 from torch's caching host allocator, which reuses one only when the copy that read or wrote it is done.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from mizzen.platform.base import Array, Outputs, StepHandle, Stream
 ALIGNMENT = 16  # bytes, of each array in an upload
 SPIN_S = 0.002  # a result this close is waited for without sleeping
 SLEEP_S = 50e-6
+SEGMENT_BYTES = 2 * 2**20  # torch's allocator rounds large tensors up to these
 
 
 class CudaHandle:
@@ -61,6 +63,7 @@ class CudaPlatform:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        self.allocation_slack_bytes = SEGMENT_BYTES
 
     def make_stream(self) -> Stream:
         return CudaStream()
@@ -91,15 +94,24 @@ class CudaPlatform:
         return int(total * memory_fraction) - (total - free)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Of torch's allocator the peak; of CUDA graphs, kernels and NCCL what the device has less at the end."""
         torch.cuda.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
+        reserved, others = torch.cuda.memory_reserved(), self._others_bytes()
+        held = work()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_reserved() - reserved + max(0, self._others_bytes() - others)
+        del held
+        gc.collect()  # graphs may be in cycles, and their memory with them
         torch.cuda.empty_cache()
         return peak
+
+    def _others_bytes(self) -> int:
+        """Memory in use that torch's allocator did not hand out."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved()
 
 
 _DTYPES = {
