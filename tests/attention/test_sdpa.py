@@ -4,44 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.batches import make_batch
 from mizzen.attention.base import Batch, KVTensors
-from mizzen.attention.registry import BACKENDS, make_attention
+from mizzen.attention.registry import make_attention
 from mizzen.attention.sdpa import _MAX_PADDING, _group_by_length
-from mizzen.errors import ConfigError
 from mizzen.kernels.reference import write_kv
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
-
-
-def make_batch(rows: list[tuple[int, int]], page_size: int, generator: torch.Generator) -> tuple[Batch, int]:
-    """``rows``: (tokens computed before, new tokens). Returns the batch and the number of pages."""
-    pages = [-(-(before + new) // page_size) for before, new in rows]
-    order = torch.randperm(sum(pages), generator=generator).int()
-    table = torch.full((len(rows), max(pages)), -1, dtype=torch.int32)
-    positions, slots, query_start, used = [], [], [0], 0
-    for row, (before, new) in enumerate(rows):
-        table[row, : pages[row]] = order[used : used + pages[row]]
-        used += pages[row]
-        at = torch.arange(before, before + new)
-        positions.append(at)
-        slots.append(table[row, at // page_size].long() * page_size + at % page_size)
-        query_start.append(query_start[-1] + new)
-    seq_lens = [before + new for before, new in rows]
-    batch = Batch(
-        token_ids=torch.zeros(query_start[-1], dtype=torch.long),
-        positions=torch.cat(positions),
-        kv_slots=torch.cat(slots),
-        page_table=table.clamp(min=0),
-        row_slots=torch.arange(len(rows), dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        query_start=torch.tensor(query_start, dtype=torch.int32),
-        sample_tokens=torch.zeros(0, dtype=torch.long),
-        num_decode_rows=sum(new == 1 for _, new in rows),
-        seq_lens_host=seq_lens,
-        query_start_host=query_start,
-    )
-    return batch, sum(pages)
 
 
 def expected(q: Tensor, kv: KVTensors, batch: Batch, layer: int) -> Tensor:
@@ -116,10 +86,3 @@ def test_buckets_hold_each_row_once_within_their_limits() -> None:
         padded = max(pages) * len(pages)
         assert padded <= _MAX_PADDING * sum(pages)
         assert len(pages) == 1 or padded <= 400
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    kv = KVTensors.allocate(1, 1, 16, 1, HEAD_DIM, torch.float32, CPU)
-    with pytest.raises(ConfigError, match="auto, " + ", ".join(sorted(BACKENDS))) as caught:
-        make_attention("flash", kv, num_heads=1, device=CPU)
-    assert caught.value.setting == "MIZZEN_ATTENTION_BACKEND"

@@ -56,6 +56,12 @@ def choose(
     return pair
 
 
+def chosen_for(name: str, device: torch.device) -> tuple[str, str]:
+    """``choose`` for a device of this machine."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return choose(name, device.type, capability)
+
+
 def _default(device_type: str, capability: tuple[int, int] | None, installed: Callable[[str], bool]) -> str:
     """Our kernels let mixed steps run in CUDA graphs, and win on sm90 (docs/performance.md). They use nothing of sm100,
     where TensorRT-LLM's kernels, by way of FlashInfer, do."""
@@ -76,8 +82,7 @@ def make_attention(
 ) -> AttentionBackend:
     """``name``: as ``choose`` takes it; ``num_heads``: this rank's query heads; ``max_rows``, ``max_tokens``: the most
     of a batch. Raises ConfigError for a backend that does not exist, is not installed, or cannot run here."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    prefill, decode = choose(name, device.type, capability)
+    prefill, decode = chosen_for(name, device)
 
     def make(path: str) -> AttentionBackend:
         module, _, attribute = path.partition(":")

@@ -1,7 +1,7 @@
 """The pages of a step's rows, end to end, from the page tables by slot: one launch, of a shape that never changes.
 
-This is the form that FlashInfer takes page tables in. Each program copies a row's pages behind those of the rows
-before it, which it counts anew.
+This is the form that FlashInfer takes page tables in. Each program copies a block of a row's pages behind those of the
+rows before it, which it counts anew.
 """
 
 import triton
@@ -32,14 +32,14 @@ def _kernel(
     start = tl.sum(tl.where(others < row, pages, 0))
     length = tl.load(seq_lens + row)
     count = (length + PAGE_SIZE - 1) // PAGE_SIZE
-    tl.store(indptr + row, start)
-    tl.store(indptr + row + 1, start + count)  # the next row's program stores the same
-    tl.store(last_page_len + row, length - (count - 1) * PAGE_SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(indptr + row, start)
+        tl.store(indptr + row + 1, start + count)  # the next row's program stores the same
+        tl.store(last_page_len + row, length - (count - 1) * PAGE_SIZE)
     table = page_table + tl.load(row_slots + row).to(tl.int64) * page_stride
-    for first in range(0, count, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        inside = columns < count
-        tl.store(indices + start + columns, tl.load(table + columns, mask=inside), mask=inside)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < count
+    tl.store(indices + start + columns, tl.load(table + columns, mask=inside), mask=inside)
 
 
 def page_indices(
@@ -57,7 +57,7 @@ def page_indices(
     rows = len(seq_lens)
     assert len(indptr) == rows + 1
     assert page_table.stride(1) == 1
-    _kernel[(rows,)](
+    _kernel[(rows, triton.cdiv(page_table.shape[1], _BLOCK))](
         page_table,
         row_slots,
         seq_lens,
