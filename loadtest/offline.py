@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loadtest.figures import percentiles
 from mizzen import LLM, SamplingParams
 
 NUM_REQUESTS = 256
@@ -41,15 +42,18 @@ def sampling(max_tokens: int) -> SamplingParams:
 
 def measure(llm: LLM, repetition: int, num_requests: int) -> dict[str, Any]:
     prompts, outputs = workload(repetition, num_requests)
-    start = time.perf_counter()
+    start_s = time.monotonic()
     answers = llm.generate(prompts, [sampling(count) for count in outputs], use_tqdm=False)
-    seconds = time.perf_counter() - start
+    seconds = time.monotonic() - start_s
+    timings = [answer.choices[0].timings for answer in answers]
     assert [len(answer.choices[0].token_ids) for answer in answers] == outputs
     return {
         "seconds": seconds,
         "prompt_tokens": sum(map(len, prompts)),
         "output_tokens": sum(outputs),
         "output_tokens_per_s": sum(outputs) / seconds,
+        # all requests arrive at the start
+        "time_to_first_token_s": percentiles([one.first_token_s - start_s for one in timings]),
     }
 
 
@@ -91,7 +95,6 @@ def main() -> None:
     prompts, _ = workload(999, min(64, args.requests))
     llm.generate(prompts, sampling(16), use_tqdm=False)  # warm-up
     runs = [measure(llm, repetition, args.requests) for repetition in range(args.repeat)]
-    llm.close()
     rates = [run["output_tokens_per_s"] for run in runs]
     result: dict[str, Any] = {
         "environment": environment(),
@@ -110,6 +113,7 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    llm.close()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from loadtest.figures import percentiles
 from loadtest.streams import CLOSED, COMPLETE, Stream, completion
 
 TICK_S = 0.02  # how often the client asks itself how late it is
@@ -169,15 +170,6 @@ def summary(result: Replay, requests: Sequence[Timed]) -> dict[str, Any]:
             "is_bottleneck": max(lag.get("p99", 0.0), loop_lag.get("p99", 0.0)) > LATE_S,
         },
     }  # fmt: skip
-
-
-def percentiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
-    """Mean, P50, P90, P99 and largest; empty for no values."""
-    if not len(values):
-        return {}
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return {"count": len(values), "mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99,
-            "max": float(np.max(values))}  # fmt: skip
 
 
 def table(summaries: dict[float, dict[str, Any]]) -> str:

@@ -32,6 +32,7 @@ from mizzen.ipc.messages import (
     Prompt,
     StepOutput,
     TextPrompt,
+    Timings,
     TokenizeRequest,
     TokenLogprob,
     TokenPrompt,
@@ -48,7 +49,8 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """``finish_reason`` is "stop" or "length"; ``stop_reason`` the stop string or token id, None for an EOS token."""
+    """``finish_reason`` is "stop" or "length"; ``stop_reason`` the stop string or token id, None for an EOS token.
+    ``timings`` say when it was scheduled and had its first and last token, by time.monotonic."""
 
     index: int
     text: str = ""
@@ -56,6 +58,7 @@ class ChoiceOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
+    timings: Timings | None = None
 
 
 @dataclass(slots=True)
@@ -237,4 +240,5 @@ def _collect(output: RequestOutput, delta: Delta) -> None:
         if delta.finish.error is not None:
             raise RequestError(delta.finish.error.message)
         choice.finish_reason, choice.stop_reason = delta.finish.reason, delta.finish.stop_reason
+        choice.timings = delta.finish.timings
         output.cached_tokens = max(output.cached_tokens, delta.finish.cached_tokens)
