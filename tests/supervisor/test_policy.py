@@ -151,6 +151,30 @@ def test_health_tells_the_loading_phase_and_its_seconds() -> None:
     assert service.health.live
 
 
+def test_the_phases_of_a_start_add_up_and_a_restart_counts_anew() -> None:
+    service = Simulation()
+    begin_s = service.now
+    service.now += 2.0
+    service.receive("prepare", Beat("download"))
+    service.now += 3.0
+    service.receive("prepare", Ready(model=MODEL))
+    service.die("prepare", 0)
+    for phase, seconds in (("start", 4.0), ("load", 5.0), ("capture", 6.0)):
+        service.receive("engine-0", Beat(phase))  # type: ignore[arg-type]
+        service.now += seconds
+    service.ready(*LATER, "api-0", "api-1")
+    assert service.policy.start_phases_s == {"start": 6.0, "download": 3.0, "load": 5.0, "capture": 6.0}
+    assert sum(service.policy.start_phases_s.values()) == service.now - begin_s
+    service.die("engine-0", 1)
+    service.run(1.0, beats=False)
+    service.receive("engine-0", Beat("capture"))
+    service.now += 7.0
+    service.ready("engine-0", "engine-1")
+    assert service.health.ready
+    assert service.policy.start_phases_s["capture"] == 7.0
+    assert "download" not in service.policy.start_phases_s
+
+
 @pytest.mark.parametrize("code", [-9, 0, 1])
 def test_one_dead_rank_takes_the_engine_down_and_it_is_restarted_under_a_new_epoch(code: int) -> None:
     service = Simulation().serve()

@@ -209,7 +209,8 @@ class Supervisor:
         if essence == self._published and now < self._next_health_s:
             return
         if health.ready and not (self._published and self._published[0]):
-            log.info("serving", model=health.model.name if health.model else None)
+            phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self._policy.start_phases_s.items())
+            log.info("serving", model=health.model.name if health.model else None, phases=phases)
         self._published, self._next_health_s = essence, now + HEALTH_INTERVAL_S
         data = encode(health)
         for name in self._policy.running:

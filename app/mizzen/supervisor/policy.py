@@ -108,6 +108,7 @@ class Policy:
         self._engine: EngineInfo | None = None
         self._phase: Phase = "start"
         self._phase_s = 0.0
+        self.start_phases_s: dict[Phase, float] = {}  # the phases of the last start, or restart, and how long they took
         self.engine_load_s = 0.0  # how long the engine took last time, from start to ready
         self._tick_s: float | None = None
         self._out: list[Action] = []
@@ -344,6 +345,10 @@ class Policy:
             self._started = True
         phase = self._overall_phase()
         if phase != self._phase:
+            if self._phase == "serve":
+                self.start_phases_s = {}
+            else:
+                self.start_phases_s[self._phase] = self.start_phases_s.get(self._phase, 0.0) + now - self._phase_s
             self._phase, self._phase_s = phase, now
         if self._stage == "stop":
             if now >= self._stop_s:
