@@ -79,9 +79,10 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
     )
     report("profile", 1.0, "")
     runner = builder.runner(pages, max_model_len, lambda fraction, detail: report("capture", fraction, detail))
-    sizes = {"kv": builder.info(pages, max_model_len).kv_bytes, "steps": peak_bytes, "free": platform.free_memory_bytes()}
+    info = builder.info(pages, max_model_len)
+    sizes = {"kv": info.kv_bytes, "steps": peak_bytes, "free": platform.free_memory_bytes()}
     log.info("memory", **{f"{name}_gib": round(size / 2**30, 2) for name, size in sizes.items()})
-    return Rank(runner, builder.info(pages, max_model_len), model)
+    return Rank(runner, info, model)
 
 
 class KVBudget(NamedTuple):
