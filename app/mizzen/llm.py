@@ -5,8 +5,10 @@ for output in llm.generate(["The capital of France is"], SamplingParams(temperat
     print(output.choices[0].text)
 """
 
+import atexit
 import itertools
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +20,11 @@ from tqdm import tqdm
 from mizzen.config.config import Config
 from mizzen.config.resolve import resolve
 from mizzen.config.settings import load_settings
-from mizzen.distributed.group import SingleGroup, make_group
+from mizzen.distributed.group import ProcessGroup, SingleGroup, make_group
 from mizzen.engine.build import build_rank, build_scheduler, make_platform
 from mizzen.engine.local_ranks import EPOCH, LocalRanks
 from mizzen.engine.loop import EngineLoop
-from mizzen.errors import InvalidRequest, RequestError
+from mizzen.errors import EngineDead, InvalidRequest, RequestError
 from mizzen.ipc.inproc import InprocChannel
 from mizzen.ipc.messages import (
     AbortRequest,
@@ -82,19 +84,32 @@ class LLM:
         self._detokenizer = Detokenizer(tokenizer, self._info.eos_token_ids)
         self._ranks: LocalRanks | None = None
         self._inbox, self._outbox = InprocChannel(), InprocChannel()
-        self._loop = self._build(config)
+        self._group: ProcessGroup = SingleGroup()
+        self._closed = False
+        if config.engine.tensor_parallel_size > 1:
+            self._ranks = LocalRanks(config, self._info)
+        try:
+            self._loop = self._build(config)
+        except BaseException as error:
+            self._give_up(error)
+            raise
         self._numbers = itertools.count()
+        atexit.register(_close, weakref.ref(self))  # graphs that outlive the group would block the exit
 
     def _build(self, config: Config) -> EngineLoop:
         engine = config.engine
         platform = make_platform(engine, 0)
-        if engine.tensor_parallel_size > 1:
-            self._ranks = LocalRanks(config, self._info)
-            store = self._ranks.run_dir / f"ranks-{EPOCH}"
-            group = make_group(0, engine.tensor_parallel_size, store, device=platform.device)
-        else:
-            group = SingleGroup()
-        rank = build_rank(engine, self._info, platform, group, lambda _phase, _fraction, _detail: None)
+        if self._ranks is not None:
+            self._group = make_group(
+                0,
+                engine.tensor_parallel_size,
+                self._ranks.run_dir / f"ranks-{EPOCH}",
+                device=platform.device,
+                timeout_s=config.supervisor.load_timeout_s,
+                all_reduce=engine.all_reduce,
+                nvlink_multicast=engine.nvlink_multicast,
+            )
+        rank = build_rank(engine, self._info, platform, self._group, lambda _phase, _fraction, _detail: None)
         self.max_model_len = rank.info.max_model_len
         return EngineLoop(
             build_scheduler(engine, rank),
@@ -200,17 +215,43 @@ class LLM:
             self._inbox.send(stop)
         return deltas.get(0, [])
 
+    def _give_up(self, error: BaseException) -> None:
+        """Ends the other ranks of an engine that could not be built. Raises what one of them said, if that is why."""
+        if self._ranks is None:
+            return
+        try:
+            if isinstance(error, EngineDead):
+                self._ranks.explain()
+        finally:
+            self._ranks.close()
+            self._group.abandon()
+
     def close(self) -> None:
         """Ends the engine and its other ranks, if any; it cannot be used after."""
-        self._loop.close()
-        if self._ranks is not None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ranks is None:
+            self._loop.close()
+        elif self._ranks.alive:
+            self._loop.close()
             self._ranks.close()
+            del self._loop  # and its CUDA graphs, for which NCCL would wait
+            self._group.close()
+        else:
+            self._ranks.close()
+            self._group.abandon()
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(llm: "weakref.ref[LLM]") -> None:
+    if (alive := llm()) is not None:
+        alive.close()
 
 
 def _prompt(prompt: str | Sequence[int]) -> Prompt:

@@ -6,6 +6,7 @@ import msgspec
 
 SchedulingPolicy = Literal["fcfs", "priority", "longest-prefix", "longest-output"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+AllReduce = Literal["auto", "nccl"]
 Otlp = Literal["grpc", "http/protobuf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "null"]
 
@@ -76,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     graph_rows: int = 0  # the largest decode-only batch with a CUDA graph; 0: no graphs
     graph_mixed_tokens: int = 0  # likewise of tokens in steps that prefill too
     kernels_off: tuple[str, ...] = ()  # fused kernels to replace by their torch twins
+    all_reduce: AllReduce = "auto"  # auto: symmetric memory where the GPUs can map each other's
+    nvlink_multicast: bool = False
 
 
 class LogConfig(msgspec.Struct, frozen=True):

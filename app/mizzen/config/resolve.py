@@ -98,6 +98,8 @@ def resolve(settings: Settings) -> Config:
             graph_rows=graph_rows(settings, device),
             graph_mixed_tokens=graph_mixed_tokens(settings, device),
             kernels_off=tuple(name for name in settings.kernels_off.split(",") if name),
+            all_reduce=settings.all_reduce,
+            nvlink_multicast=settings.nvlink_multicast,
             attention_backend=settings.attention_backend,
             threads=threads(settings),
             seed=settings.seed,

@@ -18,7 +18,7 @@ from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from mizzen.config.config import LoadFormat, SchedulingPolicy
+from mizzen.config.config import AllReduce, LoadFormat, SchedulingPolicy
 from mizzen.errors import ConfigError
 
 PREFIX = "MIZZEN_"
@@ -109,6 +109,14 @@ class Settings(BaseSettings):
     # ---- engine ----
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "Engine", "auto is cuda where there is a GPU.")
     tensor_parallel_size: int = _setting(1, "Engine", "Ranks that the model is split over.", ge=1, le=64)
+    all_reduce: AllReduce = _setting(
+        "auto",
+        "Engine",
+        "How GPUs sum what each has computed; auto is symmetric memory where they can map each other's, else NCCL.",
+    )
+    nvlink_multicast: bool = _setting(
+        False, "Engine", "Leaves NVLink multicast (NVLS) to NCCL; false keeps it off.", allowed="true or false"
+    )
     threads: Annotated[int, Ge(1), Le(1024)] | Auto = _setting(
         "auto", "Engine", "Threads of each rank on the CPU; auto shares the cores among the ranks."
     )

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from mizzen.attention.base import KVTensors
-from mizzen.attention.registry import make_attention
+from mizzen.attention.registry import chosen_for, make_attention
 from mizzen.config.config import EngineConfig
 from mizzen.distributed.group import ProcessGroup
 from mizzen.engine.largest_steps import largest_steps
@@ -53,8 +53,9 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
     """Loads the weights, captures all graphs and runs the largest steps to see what memory they take, and sizes the KV
     pool by that: the smallest of all ranks' pools counts. Then captures the graphs anew, over that pool."""
     torch.set_grad_enabled(False)
+    architecture = parse_architecture(model.path)
     network = load_model(
-        parse_architecture(model.path),
+        architecture,
         model.weights,
         load_format=config.model.load_format,
         dtype=config.model.dtype,
@@ -66,6 +67,11 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
     if config.device == "cuda":
         free_bytes = platform.free_memory_bytes()
         check_even(group.min_int(free_bytes), -group.min_int(-free_bytes))
+    if not network.is_null:
+        prefill, decode = chosen_for(config.attention_backend, platform.device)
+        log.info("attention backend", prefill=prefill, decode=decode)
+        tokens = max(config.scheduler.max_batch_tokens, config.graph_mixed_tokens)  # of one step
+        group.reserve_sums(tokens * architecture.hidden_size * network.dtype.itemsize)
     builder = _Builder(config, model, platform, network)
     budget = builder.kv_budget(group.size)
     peak_bytes = builder.measure(report)

@@ -21,6 +21,7 @@ from mizzen.scheduler.output import SchedulerOutput, encode_step
 
 EPOCH = 1
 EXIT_WAIT_S = 5.0
+LAST_WORDS_S = 2.0  # a rank's message that says why it ends may come after its end is felt
 _decode = msgspec.msgpack.Decoder(ToSupervisor).decode
 
 
@@ -63,6 +64,17 @@ class LocalRanks:
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 raise EngineDead(f"engine rank {rank} ended with exit code {process.returncode}")
+
+    def explain(self) -> None:
+        """Raises what ``check`` does if a rank is gone or about to be; else returns after LAST_WORDS_S."""
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline_s:
+            self.check()
+            time.sleep(0.02)
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
 
     def close(self) -> None:
         for rank in range(1, len(self._processes) + 1):

@@ -86,6 +86,8 @@ def _build(child: Child, rank: int) -> Rank:
         child.run_dir / f"ranks-{child.options['epoch']}",
         device=platform.device,
         timeout_s=child.config.supervisor.load_timeout_s,
+        all_reduce=config.all_reduce,
+        nvlink_multicast=config.nvlink_multicast,
     )
     started_s = time.monotonic()
     built = build_rank(config, model, platform, group, report)

@@ -6,6 +6,7 @@ Source of the split: Shoeybi et al., Megatron-LM, arXiv:1909.08053.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -68,8 +69,15 @@ class RowLinear(nn.Module):
         self.bias = context.parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in / size] -> [T, out]
-        # The bias must enter the sum once.
-        return self.group.all_reduce(F.linear(x, self.weight, self.bias if self.group.rank == 0 else None))
+        bias = self.bias if self.group.rank == 0 else None  # it must enter the sum once
+        out = self.group.sum_buffer(x.shape[0], self.weight.shape[0], x.dtype)
+        if out is None:
+            out = F.linear(x, self.weight, bias)
+        elif bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, self.weight.t(), out=out)
+        return self.group.all_reduce(out)
 
     def weights(self, prefix: str) -> Iterator[WeightSlice]:
         out_features = self.weight.shape[0]
