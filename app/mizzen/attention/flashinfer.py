@@ -83,13 +83,13 @@ class FlashInferPrefill(AttentionBackend):
     def plan(self, batch: Batch) -> None:
         pages = _HostPages(np.array(batch.seq_lens_host, np.int32), self._shape.page_size)
         indices = _gather_indices(batch, pages, self._shape.page_size)
-        query_start = _pinned(np.array(batch.query_start_host, np.int32))
+        query_start = torch.from_numpy(np.array(batch.query_start_host, np.int32)).pin_memory()
         with self._plans.lent_to(self._wrapper):
             self._wrapper.plan(
                 query_start,
-                pages.indptr,
+                pages.indptr.pin_memory(),
                 indices,
-                pages.last_page_len,
+                pages.last_page_len.pin_memory(),
                 self._shape.num_heads,
                 self._shape.kv_heads,
                 self._shape.head_dim,
@@ -97,7 +97,7 @@ class FlashInferPrefill(AttentionBackend):
                 causal=True,
                 q_data_type=self._shape.dtype,
                 kv_data_type=self._shape.dtype,
-                seq_lens=pages.seq_lens,
+                seq_lens=pages.seq_lens.pin_memory(),
                 max_token_per_sequence=int(np.diff(batch.query_start_host).max()),  # else it loops over a tensor
             )
 
@@ -135,9 +135,9 @@ class FlashInferDecode(AttentionBackend):
     def plan_wrapper(self, wrapper: Any, pages: "_HostPages", indices: Tensor) -> None:
         with self._plans.lent_to(wrapper):
             wrapper.plan(
-                pages.indptr,
+                pages.indptr.pin_memory(),
                 indices,
-                pages.last_page_len,
+                pages.last_page_len.pin_memory(),
                 self._shape.num_heads,
                 self._shape.kv_heads,
                 self._shape.head_dim,
@@ -239,21 +239,17 @@ class _Shape:
 
 
 class _HostPages:
-    """Lengths in FlashInfer's form, pinned: pages before each row, tokens in its last page."""
+    """Lengths in FlashInfer's form: pages before each row, tokens in its last page. Pinned by who has them copied, from
+    torch's pool, which knows when a copy is done."""
 
     def __init__(self, seq_lens: Int32, page_size: int) -> None:
         counts = -(-seq_lens // page_size)
         indptr = np.zeros(len(seq_lens) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
         self.total = int(indptr[-1])
-        self.indptr = _pinned(indptr)
-        self.last_page_len = _pinned(seq_lens - (counts - 1) * page_size)
-        self.seq_lens = _pinned(seq_lens)
-
-
-def _pinned(array: Int32) -> Tensor:
-    """From torch's pool, which knows when the copy of an earlier one is done."""
-    return torch.from_numpy(array).pin_memory()
+        self.indptr = torch.from_numpy(indptr)
+        self.last_page_len = torch.from_numpy(seq_lens - (counts - 1) * page_size)
+        self.seq_lens = torch.from_numpy(seq_lens)
 
 
 def _gather_indices(batch: Batch, pages: _HostPages, page_size: int) -> Tensor:
