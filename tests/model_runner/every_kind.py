@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from mizzen.attention.base import AttentionBackend, Batch, GraphSupport
+from mizzen.distributed.group import SingleGroup
+from mizzen.layers.embedding import VocabShard
 from mizzen.model_runner.batch_state import BatchState
 from mizzen.platform.base import Platform
 from mizzen.sampling_params import SamplingParams
@@ -88,7 +90,7 @@ class Requests:
 class Bigrams:
     """Logits [vocab] by last token, whatever else is in the batch: two executors differ only if their samplers do."""
 
-    vocab_size = VOCAB
+    shard = VocabShard(SingleGroup(), 0, VOCAB, VOCAB)
 
     def __init__(self, dtype: torch.dtype, device: torch.device, std: float = 2.0) -> None:
         table = torch.randn((VOCAB, VOCAB), generator=torch.Generator().manual_seed(0)) * std
@@ -97,7 +99,7 @@ class Bigrams:
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         return self.table[batch.token_ids]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def local_logits(self, hidden: Tensor) -> Tensor:
         return hidden
 
 

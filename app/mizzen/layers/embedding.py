@@ -1,11 +1,28 @@
 """The vocabulary is split over the ranks in equal shares; the last share may hang over its end and is padded."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mizzen.distributed.group import ProcessGroup
 from mizzen.layers.base import LayerContext, WeightSlice
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """This rank's columns of the logits: ``width`` from ``start`` on, as many on every rank. Those beyond the
+    vocabulary, which the last ranks may have, are -inf."""
+
+    group: ProcessGroup
+    start: int
+    width: int
+    vocab_size: int
+
+    def gather(self, logits: Tensor) -> Tensor:  # [S, width] -> [S, vocab]
+        return self.group.all_gather(logits, dim=-1)[:, : self.vocab_size]
 
 
 class VocabEmbedding(nn.Module):
@@ -30,9 +47,18 @@ class VocabEmbedding(nn.Module):
         out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.group.all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
+    @property
+    def shard(self) -> VocabShard:
+        return VocabShard(self.group, self.start, self.share, self.vocab_size)
+
+    def local_logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, share]
+        logits = F.linear(hidden, self.weight)
+        if self.held < self.share:
+            logits[:, self.held :] = -torch.inf
+        return logits
+
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V]
-        logits = self.group.all_gather(F.linear(hidden, self.weight), dim=-1)
-        return logits[:, : self.vocab_size]
+        return self.shard.gather(self.local_logits(hidden))
 
     def weights(self, prefix: str) -> Iterator[WeightSlice]:
         shape = (self.vocab_size, self.weight.shape[1])

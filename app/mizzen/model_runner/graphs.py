@@ -18,11 +18,12 @@ from torch import Tensor
 
 from mizzen.attention.base import AttentionBackend, Batch, DecodeGraph, GraphSupport
 from mizzen.kernels.triton.prepare import prepare_decode
-from mizzen.kernels.triton.sampling import logprobs, sample_tokens
 from mizzen.kernels.triton.slots import SampledRows, SlotParams
 from mizzen.model_runner.batch_state import BatchState, DrawFlags, Int64, PreparedStep
+from mizzen.model_runner.kernel_sampler import kernel_sampler
 from mizzen.model_runner.runner import CausalModel, EagerExecutor
-from mizzen.model_runner.sampler import Sampled, sample
+from mizzen.model_runner.sampler import Sampled
+from mizzen.platform.base import Annotate, without_name
 from mizzen.scheduler.output import Int32
 
 WARM_UPS = 2  # runs before a capture: Triton compiles, cuBLAS makes its handles
@@ -99,8 +100,11 @@ class GraphExecutor:
         *,
         page_size: int,
         limits: GraphLimits,
+        annotate: Annotate = without_name,
     ) -> None:
         self._model = model
+        self._sampler = kernel_sampler(model.shard)
+        self._draw = annotate("sampler", self._sampler.draw)
         self._attention = attention
         self._state = state
         self._eager = eager
@@ -138,15 +142,13 @@ class GraphExecutor:
         graph.forward.replay()
         logits, tokens = graph.logits[:count], graph.tokens[:count]
         if step.changed_rows is None or len(step.changed_rows) < count:
-            graph.samplers[_variant(step.draw)].replay()
+            graph.samplers[self._sampler.variant(step.draw)].replay()
         if step.changed_rows is not None:
             self._draw_changed(step, step.changed_rows, logits, tokens)
         if step.logprob_rows is None:
             return Sampled(tokens)
         rows = self._state.upload_indices(step.logprob_rows)
-        chosen, normalizers = logprobs(logits, rows, tokens)
-        top, top_token_ids = logits[rows].topk(step.num_logprobs, -1)
-        return Sampled(tokens, chosen, top_token_ids, top.float() - normalizers[:, None])
+        return Sampled(tokens, *self._sampler.logprobs(logits, rows, tokens, step.num_logprobs))
 
     def _draw_changed(self, step: PreparedStep, rows: Int64, logits: Tensor, tokens: Tensor) -> None:
         """Draws the rows whose logits are changed, over what the graph drew for them."""
@@ -154,7 +156,7 @@ class GraphExecutor:
         arrays = self._state.upload(part)
         indices = self._state.upload_indices(rows)
         inputs = self._state.sampling_inputs(part, arrays)
-        sampled = sample(logits[indices], inputs)
+        sampled = self._sampler.sample(logits[indices], inputs)
         self._state.store(inputs, sampled.token_ids)
         tokens[indices] = sampled.token_ids.to(torch.int32)
 
@@ -237,7 +239,7 @@ class GraphExecutor:
                 slots, seq_lens, state.token_table, state.page_table, self._page_size, token_ids, positions, kv_slots
             )
             plan(batch)
-            return self._model.logits(self._model.forward(batch, self._attention))
+            return self._model.local_logits(self._model.forward(batch, self._attention))
 
         held = (token_ids, positions, kv_slots, query_start)
         graph = self._capture(layout, inputs, forward, slots, seq_lens, held, pool)
@@ -281,7 +283,7 @@ class GraphExecutor:
             )
             self._attention.plan(batch)
             hidden = self._model.forward(batch, self._attention)
-            return self._model.logits(hidden[batch.sample_tokens])
+            return self._model.local_logits(hidden[batch.sample_tokens])
 
         return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], (), pool)
 
@@ -300,33 +302,19 @@ class GraphExecutor:
         rows = SampledRows(slots, lengths, state.device.token_table, tokens)
         params = SlotParams(*state.device.sampling_columns())
 
-        def draw(logits: Tensor, flags: DrawFlags) -> None:
-            sample_tokens(logits, rows, params, min_p=flags.min_p, filtered=flags.narrow or flags.wide)
-
         for _ in range(WARM_UPS):
             logits = forward()
-            for flags in _VARIANTS:
-                draw(logits, flags)
+            for flags in self._sampler.variants:
+                self._draw(logits, rows, params, flags)
         torch.cuda.synchronize()
         forward_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward_graph, pool=pool):
             logits = forward()
-        samplers = {flags: torch.cuda.CUDAGraph() for flags in _VARIANTS}
+        samplers = {flags: torch.cuda.CUDAGraph() for flags in self._sampler.variants}
         for flags, graph in samplers.items():
             with torch.cuda.graph(graph, pool=pool):
-                draw(logits, flags)
+                self._draw(logits, rows, params, flags)
         return _Graph(layout, inputs, forward_graph, samplers, logits, tokens, held)
-
-
-def _variant(flags: DrawFlags) -> DrawFlags:
-    """The sampler's graph that serves these flags: kernels for narrow and wide rows are launched together."""
-    filtered = flags.narrow or flags.wide
-    return DrawFlags(flags.min_p, filtered, filtered)
-
-
-# Kernels for min_p cost 13 us of 256 rows, those for filtered rows 5 even if there is none (docs/performance.md): so
-# a graph of each kind is captured (what that costs: docs/architecture.md).
-_VARIANTS = [DrawFlags(min_p, filtered, filtered) for filtered in (False, True) for min_p in (False, True)]
 
 
 def _prefill_rows(size: int) -> int:

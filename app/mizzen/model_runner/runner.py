@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from mizzen.attention.base import AttentionBackend, Batch
+from mizzen.layers.embedding import VocabShard
 from mizzen.model_runner.batch_state import BatchState, PreparedStep
-from mizzen.model_runner.sampler import Sampled, sample
-from mizzen.platform.base import Outputs, StepHandle, Stream
+from mizzen.model_runner.parallel_sampler import sampler_for
+from mizzen.model_runner.sampler import Sampled
+from mizzen.platform.base import Annotate, Outputs, StepHandle, Stream, without_name
 from mizzen.scheduler.output import SampledTokens, SchedulerOutput
 
 
@@ -20,8 +22,12 @@ class CausalModel(Protocol):
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """Hidden states [T, hidden]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], whole on every rank."""
+    @property
+    def shard(self) -> VocabShard:
+        """The part of the vocabulary whose logits this rank has."""
+
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, width of the shard]."""
 
 
 class Executor(Protocol):
@@ -34,10 +40,17 @@ class Executor(Protocol):
 class EagerExecutor:
     """Op by op: the only way on the CPU, and the reference for CUDA graphs."""
 
-    def __init__(self, model: CausalModel, attention: AttentionBackend, state: BatchState) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        attention: AttentionBackend,
+        state: BatchState,
+        annotate: Annotate = without_name,
+    ) -> None:
         self._model = model
         self._attention = attention
         self._state = state
+        self._sample = annotate("sampler", sampler_for(model.shard))
 
     def run(self, step: PreparedStep) -> Sampled:
         arrays = self._state.upload(step)
@@ -48,7 +61,7 @@ class EagerExecutor:
         if not len(batch.sample_tokens):  # every rank sees the same batch, so all of them stop here
             return Sampled(batch.sample_tokens)
         inputs = self._state.sampling_inputs(step, arrays)
-        sampled = sample(self._model.logits(hidden[batch.sample_tokens]), inputs)
+        sampled = self._sample(self._model.local_logits(hidden[batch.sample_tokens]), inputs)
         self._state.store(inputs, sampled.token_ids)
         return sampled
 
@@ -92,14 +105,16 @@ class RunnerHandle:
 class ModelRunner:
     """One rank's runner. ``enqueue`` must be given every step, in order."""
 
-    def __init__(self, state: BatchState, executor: Executor, stream: Stream) -> None:
-        self._state = state
+    def __init__(
+        self, state: BatchState, executor: Executor, stream: Stream, annotate: Annotate = without_name
+    ) -> None:
+        self._prepare = annotate("prepare", state.prepare)
         self._executor = executor
         self._stream = stream
 
     def enqueue(self, output: SchedulerOutput) -> RunnerHandle:
         """Prepares the step on the host and gives it to the stream; returns at once."""
-        step = self._state.prepare(output)
+        step = self._prepare(output)
         return RunnerHandle(step, self._stream.submit(lambda: self._run(step)))
 
     def _run(self, step: PreparedStep) -> Outputs:

@@ -141,21 +141,33 @@ def inverse_cdf(scaled: Tensor, uniform: Tensor) -> Tensor:
 
     Block sums first: a running float32 sum over a whole vocabulary would lose the small probabilities.
     """
+    weights, block_ends = weigh(scaled, scaled.amax(-1))
+    return search(weights, block_ends, uniform.double() * block_ends[:, -1])
+
+
+def weigh(scaled: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(scaled - largest) [S, blocks, BLOCK], zeros filling up, and the running sums of its blocks [S, blocks]."""
     rows, vocab = scaled.shape
     num_blocks = -(-vocab // BLOCK)
-    weights = torch.exp(scaled - scaled.amax(-1, keepdim=True))
+    weights = torch.exp(scaled - largest[:, None])
     weights = torch.nn.functional.pad(weights, (0, num_blocks * BLOCK - vocab)).view(rows, num_blocks, BLOCK)
-    block_ends = weights.sum(-1).double().cumsum(-1)  # [S, blocks]
-    target = uniform.double() * block_ends[:, -1]
-    block = torch.searchsorted(block_ends, target[:, None], right=True).clamp(max=num_blocks - 1)[:, 0]
-    row = torch.arange(rows, device=scaled.device)
+    return weights, weights.sum(-1).double().cumsum(-1)
+
+
+def search(weights: Tensor, block_ends: Tensor, target: Tensor) -> Tensor:
+    """Where the running sum of ``weights`` passes target [S] float64; where rounding puts that past all of them, the
+    last weight that is not zero."""
+    block = first_past(block_ends, target)
+    row = torch.arange(len(target), device=target.device)
     start = torch.where(block > 0, block_ends[row, (block - 1).clamp(min=0)], 0.0)
     chosen = weights[row, block]  # [S, BLOCK]
-    ends = chosen.double().cumsum(-1)
-    offset = torch.searchsorted(ends, (target - start)[:, None], right=True)[:, 0]
-    # rounding may put the target past the last possible token of the block
-    last_possible = BLOCK - 1 - (chosen.flip(-1) > 0).to(torch.uint8).argmax(-1)
-    return block * BLOCK + torch.minimum(offset, last_possible)
+    return block * BLOCK + first_past(chosen.double().cumsum(-1), target - start)
+
+
+def first_past(ends: Tensor, target: Tensor) -> Tensor:
+    """The first of ends [S, N], which never fall, that is over target [S]; at most the first that equals the last."""
+    passed = torch.searchsorted(ends, target[:, None], right=True)
+    return torch.minimum(passed, torch.searchsorted(ends, ends[:, -1:].contiguous()))[:, 0]
 
 
 def keep_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, plain: Tensor, max_top_k: int) -> Tensor:
@@ -166,7 +178,7 @@ def keep_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, plain: Tensor, m
     """
     vocab = scaled.shape[1]
     values, ids = (
-        _largest(scaled, min(max_top_k, vocab)) if max_top_k else scaled.sort(dim=-1, descending=True, stable=True)
+        largest_first(scaled, min(max_top_k, vocab)) if max_top_k else scaled.sort(dim=-1, descending=True, stable=True)
     )
     rank = torch.arange(values.shape[1], device=scaled.device)
     limit = torch.where(top_k > 0, top_k, vocab)[:, None]
@@ -179,7 +191,7 @@ def keep_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, plain: Tensor, m
     return kept.scatter_(1, ids, plain.gather(1, ids).masked_fill_(~keep, -torch.inf))
 
 
-def _largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def largest_first(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest of scaled [F, vocab] float32, in falling order; of equal ones the earlier comes first, as
     torch.topk does not promise: bfloat16 logits are often equal."""
     bits = (scaled + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0

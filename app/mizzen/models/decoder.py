@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mizzen.attention.base import AttentionBackend, Batch
 from mizzen.layers.base import LayerContext, WeightSlice
-from mizzen.layers.embedding import VocabEmbedding
+from mizzen.layers.embedding import VocabEmbedding, VocabShard
 from mizzen.layers.linear import ColumnLinear, ColumnPart, RowLinear
 from mizzen.layers.norm import RMSNorm
 from mizzen.layers.rotary import rotary_table
@@ -158,6 +158,14 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V]
         """In the model's dtype, of the whole vocabulary on every rank."""
         return self.head.logits(hidden)
+
+    def local_logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, width of the shard]
+        """Of this rank's shard of the vocabulary, which is all of it on one rank."""
+        return self.head.local_logits(hidden)
+
+    @property
+    def shard(self) -> VocabShard:
+        return self.head.shard
 
     def weights(self) -> Iterator[WeightSlice]:
         """All that this rank keeps of the checkpoint, in the order of a forward pass."""

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from mizzen.attention.base import AttentionBackend, Batch
+from mizzen.distributed.group import SingleGroup
+from mizzen.layers.embedding import VocabShard
 from mizzen.models.config import ModelArchitecture
 
 
@@ -22,9 +24,13 @@ class NullModel(nn.Module):
         self.vocab_size = arch.vocab_size
         self.dtype = torch.float32
         self.device = device
+        self.shard = VocabShard(SingleGroup(), 0, arch.vocab_size, arch.vocab_size)
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         return torch.zeros((len(batch.token_ids), 1), device=self.device)  # [T, 1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros((1, 1), device=self.device).expand(len(hidden), self.vocab_size)  # [S, V]
+
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden)

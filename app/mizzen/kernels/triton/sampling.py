@@ -81,12 +81,16 @@ def _kept_sums_kernel(
     float_stride,
     maxima,
     sums,
+    all_maxima,
     NUM_BLOCKS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
     NUM_BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows with min_p: the sums again, now of the tokens that stay, which takes the row's largest logit."""
+    """Rows with min_p: the sums again, now of the tokens that stay, which takes the row's largest logit.
+
+    all_maxima [S, ALL_BLOCKS]: those of all ranks' blocks; maxima [S, NUM_BLOCKS] on one rank."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if PDL:
@@ -97,7 +101,7 @@ def _kept_sums_kernel(
     min_p = tl.load(min_ps + slot * float_stride)
     if (min_p > 0) & (temperature > 0):
         blocks = tl.arange(0, NUM_BLOCKS_PADDED)
-        block_maxima = tl.load(maxima + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=NONE)
+        block_maxima = tl.load(all_maxima + row * ALL_BLOCKS + blocks, mask=blocks < ALL_BLOCKS, other=NONE)
         threshold = min_p_threshold(tl.max(block_maxima, 0), temperature, min_p)
         largest = tl.load(maxima + row * NUM_BLOCKS + block)
         if largest < threshold:
@@ -134,7 +138,13 @@ def _draw_kernel(
     NUM_BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    SHARDED: tl.constexpr = False,
+    FIRST_BLOCK: tl.constexpr = 0,
+    OWN_BLOCKS: tl.constexpr = 0,
+    START: tl.constexpr = 0,
 ):
+    """SHARDED: the statistics are of all ranks' blocks, the logits of OWN_BLOCKS from FIRST_BLOCK on, which begin at
+    token START. The rank that has the block writes the token to ``out``, the others 0."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -146,6 +156,8 @@ def _draw_kernel(
     if FILTERED:
         top_k, top_p = tl.load(top_ks + slot * int_stride), tl.load(top_ps + slot * float_stride)
         if (temperature > 0) & ((top_k > 0) | (top_p < 1)):
+            if SHARDED:
+                tl.store(out + row, 0)
             return  # drawn by another kernel
     scale = LOG2_E / tl.where(greedy, 1.0, temperature)
     output_index = length - tl.load(num_prompts + slot * int_stride)
@@ -168,6 +180,11 @@ def _draw_kernel(
     factor = tl.sum(tl.where(here, factors, 0.0), 0)
     before = tl.sum(tl.where(blocks == block - 1, ends, 0.0), 0)
 
+    if SHARDED:
+        block -= FIRST_BLOCK
+        if (block < 0) | (block >= OWN_BLOCKS):
+            tl.store(out + row, 0)
+            return
     offsets = tl.arange(0, BLOCK)
     x = load_block(logits + row * row_stride, block * BLOCK, vocab, BLOCK)
     token_weights = tl.exp2((x - block_largest) * scale)
@@ -179,8 +196,9 @@ def _draw_kernel(
     # rounding may put the target past the last possible token of the block
     passed = tl.minimum(passed, tl.max(tl.where(token_weights > 0, offsets, 0), 0))
     offset = tl.where(greedy, tl.min(tl.where(x == block_largest, offsets, BLOCK), 0), passed)
-    token = block * BLOCK + offset
-    tl.store(token_table + slot * token_stride + length, token)
+    token = START + block * BLOCK + offset
+    if not SHARDED:
+        tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)
 
 
@@ -233,19 +251,30 @@ def sample_tokens(
     two and on shapes only; rows without the parameters may be among the others.
     """
     assert logits.stride(1) == 1
-    num_rows, vocab = logits.shape
-    if not num_rows:
+    if not len(logits):
         return
+    stats, group_maxima = block_stats(logits, rows, params, filtered=filtered, block=block, num_warps=num_warps)
+    maxima, sums = stats.unbind(0)
+    if min_p:
+        keep_sums(logits, rows, params, maxima, sums, maxima, block=block, num_warps=num_warps, pdl=pdl)
+    draw(logits, rows, params, maxima, sums, min_p=min_p, filtered=filtered, block=block, num_warps=draw_warps, pdl=pdl)
+    if filtered:
+        draw_top_k(logits, rows, params, group_maxima, pdl=pdl, num_warps=top_k_warps)
+        draw_top_p(logits, rows, params, maxima, block, pdl=pdl)
+
+
+def block_stats(
+    logits: Tensor, rows: SampledRows, params: SlotParams, *, filtered: bool, block: int, num_warps: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first kernel: each block's largest logit and the sum of its weights, [2, S, blocks] float32; and, of use only
+    if ``filtered``, the largest of each GROUP."""
+    num_rows, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, block)
-    padded = triton.next_power_of_2(num_blocks)
     group = GROUP if filtered else 0
     stats = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=logits.device)
-    maxima, sums = stats[0], stats[1]
-    group_maxima = maxima
+    group_maxima = stats[0]
     if filtered:
         group_maxima = torch.empty((num_rows, num_blocks * (block // group)), dtype=torch.float32, device=logits.device)
-    options = pdl_options(logits.device, pdl)
-    float_stride, int_stride = params.temperature.stride(0), params.seeds.stride(0)
     _block_stats_kernel[(num_blocks, num_rows)](
         logits,
         logits.stride(0),
@@ -253,9 +282,9 @@ def sample_tokens(
         rows.slots,
         rows.slots,
         params.temperature,
-        float_stride,
-        maxima,
-        sums,
+        params.temperature.stride(0),
+        stats[0],
+        stats[1],
         group_maxima,
         RAW=False,
         GROUP=group,
@@ -263,23 +292,65 @@ def sample_tokens(
         num_warps=num_warps or warps_for(block, PER_THREAD),
         **pdl_options(logits.device, False),  # it follows the output head's GEMM
     )
-    if min_p:
-        _kept_sums_kernel[(num_blocks, num_rows)](
-            logits,
-            logits.stride(0),
-            vocab,
-            rows.slots,
-            params.temperature,
-            params.min_p,
-            float_stride,
-            maxima,
-            sums,
-            NUM_BLOCKS=num_blocks,
-            NUM_BLOCKS_PADDED=padded,
-            BLOCK=block,
-            num_warps=num_warps or warps_for(block, PER_THREAD),
-            **options,
-        )
+    return stats, group_maxima
+
+
+def keep_sums(
+    logits: Tensor,
+    rows: SampledRows,
+    params: SlotParams,
+    maxima: Tensor,
+    sums: Tensor,
+    all_maxima: Tensor,
+    *,
+    block: int,
+    num_warps: int | None = None,
+    pdl: bool,
+) -> None:
+    """Takes what min_p removes out of ``sums``. all_maxima [S, all ranks' blocks]: the row's largest logit is there."""
+    num_rows, vocab = logits.shape
+    num_blocks, all_blocks = maxima.shape[1], all_maxima.shape[1]
+    _kept_sums_kernel[(num_blocks, num_rows)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows.slots,
+        params.temperature,
+        params.min_p,
+        params.temperature.stride(0),
+        maxima,
+        sums,
+        all_maxima,
+        NUM_BLOCKS=num_blocks,
+        ALL_BLOCKS=all_blocks,
+        NUM_BLOCKS_PADDED=triton.next_power_of_2(all_blocks),
+        BLOCK=block,
+        num_warps=num_warps or warps_for(block, PER_THREAD),
+        **pdl_options(logits.device, pdl),
+    )
+
+
+def draw(
+    logits: Tensor,
+    rows: SampledRows,
+    params: SlotParams,
+    maxima: Tensor,
+    sums: Tensor,
+    *,
+    min_p: bool,
+    filtered: bool,
+    block: int,
+    num_warps: int = DRAW_WARPS,
+    pdl: bool,
+    start: int | None = None,
+    first_block: int = 0,
+) -> None:
+    """The second kernel: a token for each row that has neither top_k nor top_p, unless not ``filtered``: then for all.
+
+    With ``start``, logits are those of one rank: its first token, and its first block in ``maxima`` and ``sums``. Then
+    rows.out is all that is written: the token, or 0 where another rank or kernel draws the row."""
+    num_rows, vocab = logits.shape
+    num_blocks = maxima.shape[1]
     _draw_kernel[(num_rows,)](
         logits,
         logits.stride(0),
@@ -289,11 +360,11 @@ def sample_tokens(
         params.temperature,
         params.top_p,
         params.min_p,
-        float_stride,
+        params.temperature.stride(0),
         params.seeds,
         params.num_prompt_tokens,
         params.top_k,
-        int_stride,
+        params.seeds.stride(0),
         maxima,
         sums,
         rows.token_table,
@@ -302,14 +373,15 @@ def sample_tokens(
         MIN_P=min_p,
         FILTERED=filtered,
         NUM_BLOCKS=num_blocks,
-        NUM_BLOCKS_PADDED=padded,
+        NUM_BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
         BLOCK=block,
-        num_warps=draw_warps,
-        **options,
+        SHARDED=start is not None,
+        FIRST_BLOCK=first_block,
+        OWN_BLOCKS=triton.cdiv(vocab, block),
+        START=start or 0,
+        num_warps=num_warps,
+        **pdl_options(logits.device, pdl),
     )
-    if filtered:
-        draw_top_k(logits, rows, params, group_maxima, pdl=pdl, num_warps=top_k_warps)
-        draw_top_p(logits, rows, params, maxima, block, pdl=pdl)
 
 
 def logprobs(logits: Tensor, indices: Tensor, token_ids: Tensor, *, pdl: bool = True) -> tuple[Tensor, Tensor]:

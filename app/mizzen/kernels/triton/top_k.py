@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mizzen.distributed.group import ProcessGroup
 from mizzen.kernels.triton.launch import pdl_options
 from mizzen.kernels.triton.slots import SampledRows, SlotParams
 
@@ -63,6 +64,69 @@ def _first_k(keys, k, BITS: tl.constexpr):
 
 
 @triton.jit
+def _find_candidates(
+    logits,
+    vocab,
+    group_maxima,
+    chosen_groups,
+    values,
+    ids,
+    k,
+    START: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_GROUPS_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """A row's k largest logits and their tokens, in the order of the vocabulary, whose first is token START."""
+    groups = tl.arange(0, NUM_GROUPS_PADDED)
+    of_group = tl.load(group_maxima + groups, mask=groups < NUM_GROUPS, other=NONE)
+    chosen, place = _first_k(ordered(of_group, BITS), k, BITS)
+    tl.store(chosen_groups + place, groups, mask=chosen)
+    tl.debug_barrier()
+
+    element = tl.arange(0, K * GROUP)
+    held = element // GROUP < k
+    group = tl.load(chosen_groups + element // GROUP, mask=held, other=0)
+    token_ids = group * GROUP + element % GROUP
+    x = tl.load(logits + token_ids, mask=held & (token_ids < vocab), other=NONE).to(tl.float32)
+    chosen, place = _first_k(ordered(x, BITS), k, BITS)
+    tl.store(values + place, x, mask=chosen)
+    tl.store(ids + place, START + token_ids, mask=chosen)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _draw_candidate(values, ids, k, temperature, top_p, min_p, uniform, K: tl.constexpr):
+    """A row's token from its k candidates."""
+    # The candidates, in the order of the vocabulary.
+    index = tl.arange(0, K)
+    value = tl.load(values + index, mask=index < k, other=NONE)
+    token_id = tl.load(ids + index, mask=index < k, other=0)
+    scaled = tl.div_rn(value, temperature)
+    largest = tl.max(scaled, 0)
+    weights = tl.exp2((scaled - largest) * LOG2_E)
+    # Who stands before whom: the second axis before the first. Every value is there twice, as a row and as a column.
+    index_2 = tl.arange(0, K)
+    value_2 = tl.load(values + index_2, mask=index_2 < k, other=NONE)
+    weights_2 = tl.exp2((tl.div_rn(value_2, temperature) - largest) * LOG2_E)
+    ahead = (value_2[None, :] > value[:, None]) | (
+        (value_2[None, :] == value[:, None]) & (index_2[None, :] < index[:, None])
+    )
+    mass_before = tl.sum(tl.where(ahead, weights_2[None, :], 0.0), 1) / tl.sum(weights, 0)
+    num_before = tl.sum(ahead.to(tl.int32), 1)
+    kept = (mass_before < top_p) | (num_before == 0)
+    kept = kept & (value >= min_p_threshold(tl.max(value, 0), temperature, min_p))
+    weights = tl.where(kept, weights, 0.0).to(tl.float64)
+
+    ends = tl.cumsum(weights, 0)
+    passed = tl.sum((ends <= uniform * tl.sum(weights, 0)).to(tl.int32), 0)
+    passed = tl.minimum(passed, tl.max(tl.where(weights > 0, index, 0), 0))
+    return tl.sum(tl.where(index == passed, token_id, 0), 0)
+
+
+@triton.jit
 def _draw_top_k_kernel(
     logits,
     row_stride,
@@ -103,50 +167,115 @@ def _draw_top_k_kernel(
         return  # drawn by another kernel
     k = top_k
 
-    groups = tl.arange(0, NUM_GROUPS_PADDED)
-    of_group = tl.load(group_maxima + row * NUM_GROUPS + groups, mask=groups < NUM_GROUPS, other=NONE)
-    chosen, place = _first_k(ordered(of_group, BITS), k, BITS)
-    tl.store(chosen_groups + row * K + place, groups, mask=chosen)
-    tl.debug_barrier()
-
-    element = tl.arange(0, K * GROUP)
-    held = element // GROUP < k
-    group = tl.load(chosen_groups + row * K + element // GROUP, mask=held, other=0)
-    token_ids = group * GROUP + element % GROUP
-    x = tl.load(logits + row * row_stride + token_ids, mask=held & (token_ids < vocab), other=NONE).to(tl.float32)
-    chosen, place = _first_k(ordered(x, BITS), k, BITS)
-    tl.store(values + row * K + place, x, mask=chosen)
-    tl.store(ids + row * K + place, token_ids, mask=chosen)
-    tl.debug_barrier()
-
-    # The candidates, in the order of the vocabulary.
-    index = tl.arange(0, K)
-    value = tl.load(values + row * K + index, mask=index < k, other=NONE)
-    token_id = tl.load(ids + row * K + index, mask=index < k, other=0)
-    scaled = tl.div_rn(value, temperature)
-    largest = tl.max(scaled, 0)
-    weights = tl.exp2((scaled - largest) * LOG2_E)
-    # Who stands before whom: the second axis before the first. Every value is there twice, as a row and as a column.
-    index_2 = tl.arange(0, K)
-    value_2 = tl.load(values + row * K + index_2, mask=index_2 < k, other=NONE)
-    weights_2 = tl.exp2((tl.div_rn(value_2, temperature) - largest) * LOG2_E)
-    ahead = (value_2[None, :] > value[:, None]) | (
-        (value_2[None, :] == value[:, None]) & (index_2[None, :] < index[:, None])
+    _find_candidates(
+        logits + row * row_stride,
+        vocab,
+        group_maxima + row * NUM_GROUPS,
+        chosen_groups + row * K,
+        values + row * K,
+        ids + row * K,
+        k,
+        0,
+        NUM_GROUPS,
+        NUM_GROUPS_PADDED,
+        GROUP,
+        K,
+        BITS,
     )
-    mass_before = tl.sum(tl.where(ahead, weights_2[None, :], 0.0), 1) / tl.sum(weights, 0)
-    num_before = tl.sum(ahead.to(tl.int32), 1)
-    kept = (mass_before < tl.load(top_ps + slot * float_stride)) | (num_before == 0)
-    kept = kept & (value >= min_p_threshold(tl.max(value, 0), temperature, tl.load(min_ps + slot * float_stride)))
-    weights = tl.where(kept, weights, 0.0).to(tl.float64)
-
     output_index = length - tl.load(num_prompts + slot * int_stride)
     uniform = tl.rand(tl.load(seeds + slot * int_stride), output_index.to(tl.int32)).to(tl.float64)
-    ends = tl.cumsum(weights, 0)
-    passed = tl.sum((ends <= uniform * tl.sum(weights, 0)).to(tl.int32), 0)
-    passed = tl.minimum(passed, tl.max(tl.where(weights > 0, index, 0), 0))
-    token = tl.sum(tl.where(index == passed, token_id, 0), 0)
+    top_p, min_p = tl.load(top_ps + slot * float_stride), tl.load(min_ps + slot * float_stride)
+    token = _draw_candidate(values + row * K, ids + row * K, k, temperature, top_p, min_p, uniform, K)
     tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)
+
+
+@triton.jit
+def _shard_top_k_kernel(
+    logits,
+    row_stride,
+    vocab,
+    slots,
+    temperatures,
+    float_stride,
+    top_ks,
+    int_stride,
+    group_maxima,
+    chosen_groups,
+    values,
+    ids,
+    START: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_GROUPS_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """A rank's candidates: values and ids are columns of one table [S, 2 * K]."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    k = tl.load(top_ks + slot * int_stride).to(tl.int32)
+    if (k == 0) | (k > K) | (tl.load(temperatures + slot * float_stride) == 0):
+        return
+    _find_candidates(
+        logits + row * row_stride,
+        vocab,
+        group_maxima + row * NUM_GROUPS,
+        chosen_groups + row * K,
+        values + row * 2 * K,
+        ids + row * 2 * K,
+        k,
+        START,
+        NUM_GROUPS,
+        NUM_GROUPS_PADDED,
+        GROUP,
+        K,
+        BITS,
+    )
+
+
+@triton.jit
+def _draw_gathered_kernel(
+    slots,
+    seq_lens,
+    temperatures,
+    top_ps,
+    min_ps,
+    float_stride,
+    seeds,
+    num_prompts,
+    top_ks,
+    int_stride,
+    gathered,
+    values,
+    ids,
+    out,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """gathered [S, SIZE, 2, K] int32: each rank's k candidates, values as bits and ids. The k largest of all are drawn
+    from."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    temperature = tl.load(temperatures + slot * float_stride)
+    k = tl.load(top_ks + slot * int_stride).to(tl.int32)
+    if (k == 0) | (k > K) | (temperature == 0):
+        return
+    element = tl.arange(0, PADDED)
+    place = gathered + row * SIZE * 2 * K + element // K * 2 * K + element % K
+    held = (element < SIZE * K) & (element % K < k)
+    value = tl.load(place, mask=held, other=0).to(tl.float32, bitcast=True)
+    token_id = tl.load(place + K, mask=held, other=0)
+    chosen, index = _first_k(ordered(tl.where(held, value, NONE), BITS), k, BITS)
+    tl.store(values + row * K + index, value, mask=chosen)
+    tl.store(ids + row * K + index, token_id, mask=chosen)
+    tl.debug_barrier()
+    output_index = tl.load(seq_lens + row) - tl.load(num_prompts + slot * int_stride)
+    uniform = tl.rand(tl.load(seeds + slot * int_stride), output_index.to(tl.int32)).to(tl.float64)
+    top_p, min_p = tl.load(top_ps + slot * float_stride), tl.load(min_ps + slot * float_stride)
+    tl.store(out + row, _draw_candidate(values + row * K, ids + row * K, k, temperature, top_p, min_p, uniform, K))
 
 
 def draw_top_k(
@@ -192,4 +321,58 @@ def draw_top_k(
         BITS=KEY_BITS[logits.dtype],
         num_warps=num_warps,
         **pdl_options(logits.device, pdl),
+    )
+
+
+def draw_top_k_of_shards(
+    logits: Tensor, rows: SampledRows, params: SlotParams, group_maxima: Tensor, group: ProcessGroup, start: int
+) -> None:
+    """Likewise where ranks have a part of the logits each, this one from token ``start`` on: only rows.out is written,
+    the same on all ranks."""
+    num_rows, vocab = logits.shape
+    num_groups = group_maxima.shape[1]
+    mine = torch.empty((num_rows, 2, MAX_TOP_K), dtype=torch.int32, device=logits.device)
+    ids = torch.empty((num_rows, MAX_TOP_K), dtype=torch.int32, device=logits.device)
+    values = torch.empty((num_rows, MAX_TOP_K), dtype=torch.float32, device=logits.device)
+    _shard_top_k_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows.slots,
+        params.temperature,
+        params.temperature.stride(0),
+        params.top_k,
+        params.seeds.stride(0),
+        group_maxima,
+        ids,
+        mine.view(torch.float32),
+        mine[:, 1],
+        START=start,
+        NUM_GROUPS=num_groups,
+        NUM_GROUPS_PADDED=max(triton.next_power_of_2(num_groups), MAX_TOP_K),
+        GROUP=GROUP,
+        K=MAX_TOP_K,
+        BITS=KEY_BITS[logits.dtype],
+        num_warps=8,
+    )
+    _draw_gathered_kernel[(num_rows,)](
+        rows.slots,
+        rows.seq_lens,
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.temperature.stride(0),
+        params.seeds,
+        params.num_prompt_tokens,
+        params.top_k,
+        params.seeds.stride(0),
+        group.all_gather(mine.flatten(1), dim=-1),
+        values,
+        ids,
+        rows.out,
+        SIZE=group.size,
+        PADDED=triton.next_power_of_2(group.size * MAX_TOP_K),
+        K=MAX_TOP_K,
+        BITS=KEY_BITS[logits.dtype],
+        num_warps=8,
     )
