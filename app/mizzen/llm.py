@@ -121,6 +121,7 @@ class LLM:
             seed=engine.seed,
             broadcast=self._ranks.broadcast if self._ranks else None,
             on_wait=self._ranks.check if self._ranks else lambda: None,
+            annotate=rank.annotate,
         )
 
     @property

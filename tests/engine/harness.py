@@ -52,7 +52,14 @@ class EngineUnderTest:
         self.scheduler = build_scheduler(config, self.rank)
         self.inbox, self.outbox = InprocChannel(), InprocChannel()
         self.loop = EngineLoop(
-            self.scheduler, self.rank.runner, self.inbox, self.outbox, depth=config.overlap_depth, epoch=1, seed=0
+            self.scheduler,
+            self.rank.runner,
+            self.inbox,
+            self.outbox,
+            depth=config.overlap_depth,
+            epoch=1,
+            seed=0,
+            annotate=self.rank.annotate,
         )
         self.answers: dict[tuple[str, int], Answer] = {}
         self._keys: dict[int, tuple[str, int]] = {}

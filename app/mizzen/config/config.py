@@ -79,6 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     kernels_off: tuple[str, ...] = ()  # fused kernels to replace by their torch twins
     all_reduce: AllReduce = "auto"  # auto: symmetric memory where the GPUs can map each other's
     nvlink_multicast: bool = False
+    nvtx: bool = False  # names in profiles
 
 
 class LogConfig(msgspec.Struct, frozen=True):

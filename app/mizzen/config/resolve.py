@@ -100,6 +100,7 @@ def resolve(settings: Settings) -> Config:
             kernels_off=tuple(name for name in settings.kernels_off.split(",") if name),
             all_reduce=settings.all_reduce,
             nvlink_multicast=settings.nvlink_multicast,
+            nvtx=settings.nvtx,
             attention_backend=settings.attention_backend,
             threads=threads(settings),
             seed=settings.seed,

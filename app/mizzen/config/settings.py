@@ -139,6 +139,12 @@ class Settings(BaseSettings):
         allowed="names, comma separated: rms_norm, add_rms_norm, qk_norm_rope_write_kv, silu_mul",
         pattern=r"^((rms_norm|add_rms_norm|qk_norm_rope_write_kv|silu_mul)(,|$))*$",
     )
+    nvtx: bool = _setting(
+        False,
+        "Engine",
+        "Names the scheduler's work, layers and kernels in profiles: NVTX ranges, on the CPU torch's profiler's.",
+        allowed="true or false",
+    )
     attention_backend: str = _setting(
         "auto",
         "Engine",

@@ -17,12 +17,13 @@ from mizzen.errors import ConfigError
 from mizzen.ipc.messages import EngineInfo, ModelInfo, Phase
 from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
+from mizzen.model_runner.annotate import annotate_attention, annotate_model
 from mizzen.model_runner.batch_state import BatchState
 from mizzen.model_runner.memory import check_even, fit_model_len, kv_page_bytes, num_kv_pages
 from mizzen.model_runner.runner import EagerExecutor, Executor, ModelRunner, NullExecutor
 from mizzen.models.config import Progress, parse_architecture
 from mizzen.models.loader import Model, load_model
-from mizzen.platform.base import Platform
+from mizzen.platform.base import Annotate, Platform, without_name
 from mizzen.platform.cpu import CpuPlatform
 from mizzen.scheduler.scheduler import PREFILL_STEPS, Scheduler
 
@@ -39,6 +40,7 @@ class Rank:
     runner: ModelRunner
     info: EngineInfo
     model: ModelInfo
+    annotate: Annotate
 
 
 def make_platform(config: EngineConfig, rank: int) -> Platform:
@@ -88,7 +90,7 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
     info = builder.info(pages, max_model_len)
     sizes = {"kv": info.kv_bytes, "steps": peak_bytes, "free": platform.free_memory_bytes()}
     log.info("memory", **{f"{name}_gib": round(size / 2**30, 2) for name, size in sizes.items()})
-    return Rank(runner, info, model)
+    return Rank(runner, info, model, builder.annotate)
 
 
 class KVBudget(NamedTuple):
@@ -104,6 +106,10 @@ class _Builder:
         self._model = model
         self._platform = platform
         self._network = network
+        self.annotate: Annotate = without_name
+        if config.nvtx:
+            self.annotate = platform.annotate
+            annotate_model(network, platform.annotate)
         self._page_bytes = kv_page_bytes(
             num_layers=network.num_layers,
             page_size=config.cache.page_size,
@@ -165,7 +171,7 @@ class _Builder:
             dummy_page=pages,
             eos_token_ids=self._model.eos_token_ids,
         )
-        return ModelRunner(state, self._executor(pages, state, progress), platform.make_stream())
+        return ModelRunner(state, self._executor(pages, state, progress), platform.make_stream(), self.annotate)
 
     def _executor(self, pages: int, state: BatchState, progress: Progress) -> Executor:
         config, network, platform = self._config, self._network, self._platform
@@ -190,13 +196,23 @@ class _Builder:
             max_rows=rows,
             max_tokens=max(config.scheduler.max_batch_tokens, config.graph_mixed_tokens),
         )
-        eager = EagerExecutor(network, attention, state)
+        if config.nvtx:
+            annotate_attention(attention, self.annotate)
+        eager = EagerExecutor(network, attention, state, self.annotate)
         if not config.graph_rows:
             return eager
         from mizzen.model_runner.graphs import GraphExecutor, GraphLimits  # needs Triton
 
         limits = GraphLimits(min(config.graph_rows, rows), config.graph_mixed_tokens, rows)
-        graphs = GraphExecutor(network, attention, state, eager, page_size=config.cache.page_size, limits=limits)
+        graphs = GraphExecutor(
+            network,
+            attention,
+            state,
+            eager,
+            page_size=config.cache.page_size,
+            limits=limits,
+            annotate=self.annotate,
+        )
         graphs.capture(progress)
         return graphs
 

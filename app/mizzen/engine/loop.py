@@ -24,6 +24,7 @@ from mizzen.ipc.messages import (
     TopLogprobs,
 )
 from mizzen.model_runner.runner import ModelRunner, RunnerHandle
+from mizzen.platform.base import Annotate, without_name
 from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.output import SampledTokens, SchedulerOutput
 from mizzen.scheduler.request import Request
@@ -55,9 +56,13 @@ class EngineLoop:
         broadcast: Callable[[SchedulerOutput], None] | None = None,
         on_wait: Callable[[], None] = lambda: None,
         meter: StepMeter | None = None,
+        annotate: Annotate = without_name,
     ) -> None:
         self._scheduler = scheduler
+        self._schedule = annotate("schedule", scheduler.schedule)
+        self._update = annotate("update", scheduler.update)
         self._runner = runner
+        self._enqueue = annotate("enqueue", runner.enqueue)
         self._inbox = inbox
         self._outbox = outbox
         self._depth = depth
@@ -91,11 +96,11 @@ class EngineLoop:
             self._handle(message)
         now = time.monotonic()
         self._scheduler.expire(now)
-        output = self._scheduler.schedule(now) if len(self._in_flight) <= self._depth else None
+        output = self._schedule(now) if len(self._in_flight) <= self._depth else None
         if output is not None:
             if self._broadcast is not None:
                 self._broadcast(output)
-            self._in_flight.append((output, self._runner.enqueue(output)))
+            self._in_flight.append((output, self._enqueue(output)))
             if self._meter is not None:
                 self._meter.enqueued(output)
         result = None
@@ -119,7 +124,7 @@ class EngineLoop:
         now = time.monotonic()
         if self._meter is not None:
             self._meter.result(now)
-        return self._scheduler.update(output, sampled, now), sampled
+        return self._update(output, sampled, now), sampled
 
     def _emit(self, result: tuple[StepResult, SampledTokens] | None) -> None:
         """Sends what this turn produced, if anything, as one message."""

@@ -151,6 +151,7 @@ def _lead(child: Child, built: Rank) -> None:
         broadcast=broadcast if senders else None,
         on_wait=beat,
         meter=meter,
+        annotate=built.annotate,
     )
     child.control.ready(engine=built.info)
     while True:

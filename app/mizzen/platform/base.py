@@ -5,7 +5,7 @@ learns a result later, from the handle.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -13,6 +13,18 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 Outputs = Sequence[Tensor | None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Annotate(Protocol):
+    def __call__(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """The function, its calls named in profiles."""
+
+
+def without_name(name: str, function: Callable[P, T]) -> Callable[P, T]:
+    """An Annotate that costs nothing."""
+    return function
 
 
 class StepHandle(Protocol):
@@ -51,3 +63,6 @@ class Platform(Protocol):
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Runs ``work`` to its end; the most memory that it took at a time, what it returns included, whoever allocated
         it. 0 where that is not measured."""
+
+    def annotate(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """An Annotate, for the profiler of this device."""

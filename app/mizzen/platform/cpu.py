@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from mizzen.platform.base import Array, Outputs, StepHandle, Stream
+from mizzen.platform.base import Array, Outputs, P, StepHandle, Stream, T
 
 DEFAULT_KV_BYTES = 2**30  # a host has other work: the KV cache takes no more unless MIZZEN_KV_CACHE_BYTES says so
 
@@ -86,6 +86,15 @@ class CpuPlatform:
         """Not measured: the budget is far from the host's memory."""
         work()
         return 0
+
+    def annotate(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """For torch's profiler."""
+
+        def annotated(*args: P.args, **kwargs: P.kwargs) -> T:
+            with torch.profiler.record_function(name):
+                return function(*args, **kwargs)
+
+        return annotated
 
     def free_memory_bytes(self) -> int:
         """The host's available memory, or what is left of the container's limit if that is less."""

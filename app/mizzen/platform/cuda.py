@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mizzen.platform.base import Array, Outputs, StepHandle, Stream
+from mizzen.platform.base import Array, Outputs, P, StepHandle, Stream, T
 
 ALIGNMENT = 16  # bytes, of each array in an upload
 SPIN_S = 0.002  # a result this close is waited for without sleeping
@@ -83,6 +83,15 @@ class CudaPlatform:
             device[offset : offset + array.nbytes].view(_torch_dtype(array)).view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)
         ]
+
+    def annotate(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """NVTX ranges, for Nsight Systems."""
+
+        def annotated(*args: P.args, **kwargs: P.kwargs) -> T:
+            with torch.cuda.nvtx.range(name):
+                return function(*args, **kwargs)
+
+        return annotated
 
     def free_memory_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
