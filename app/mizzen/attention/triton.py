@@ -56,7 +56,7 @@ class TritonBackend(AttentionBackend):
     def forward(self, q: Tensor, layer: int) -> Tensor:
         k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._decode.forward(q, k_cache, v_cache, out)
         if self._has_prefill:
             self._prefill.forward(q, k_cache, v_cache, out)
+        self._decode.forward(q, k_cache, v_cache, out, beside_prefill=self._has_prefill)
         return out.flatten(1)

@@ -104,8 +104,11 @@ class PagedDecode:
             num_warps=8,
         )
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Writes out's planned tokens; others are left alone."""
+    def forward(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, beside_prefill: bool = False
+    ) -> None:
+        """Writes out's planned tokens; others are left alone. ``beside_prefill``: the launch just ahead is that of
+        PagedPrefill.forward on the same tensors, and both run at once where the GPU has PDL."""
         assert k_cache.stride() == v_cache.stride()
         assert q.stride(2) == out.stride(2) == k_cache.stride(3) == 1
         assert k_cache.shape[1:] == (self._page_size, self._kv_heads, self._head_dim)
@@ -140,6 +143,7 @@ class PagedDecode:
             HEAD_DIM_PAD=triton.next_power_of_2(self._head_dim),
             PAGE_SIZE=self._page_size,
             BLOCK_N=config.block_n,
+            BESIDE_PREFILL=beside_prefill,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **pdl_options(q.device, config.pdl),
@@ -230,6 +234,7 @@ def _decode_kernel(
     HEAD_DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BESIDE_PREFILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -250,8 +255,10 @@ def _decode_kernel(
     tile_mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     part_offset = member[:, None] * HEAD_DIM + dim[None, :]
     if PDL:
-        # What is read above was written before the kernel before this one started.
-        gdc_wait()
+        # What is read above was written before the kernel before this one started. Beside prefill, so was all else: its
+        # programs let this kernel in when each of them has waited for what came before.
+        if not BESIDE_PREFILL:
+            gdc_wait()
         gdc_launch_dependents()
 
     while left > 0:
@@ -331,3 +338,5 @@ def _decode_kernel(
         left -= taken
         block = 0
         length = length_after
+    if PDL and BESIDE_PREFILL:
+        gdc_wait()  # so that whoever waits for this kernel has waited for prefill too

@@ -203,6 +203,11 @@ def _prefill_kernel(
     num_tokens = tl.load(record + 2)
     length = tl.load(record + 3)
     slot = tl.load(record + 4)
+    if PDL:
+        # What is read above was written before the kernel before this one started. Programs without a tile wait too:
+        # that all have waited is what decode attention, let in here, relies on.
+        gdc_wait()
+        gdc_launch_dependents()
     if tile < 0:
         return
     table = page_table + slot.to(tl.int64) * table_stride
@@ -215,10 +220,6 @@ def _prefill_kernel(
     tile_mask = token[:, None] < num_tokens
     if HEAD_DIM != HEAD_DIM_PAD:
         tile_mask = tile_mask & (dim < HEAD_DIM)[None, :]
-    if PDL:
-        # What is read above was written before the kernel before this one started.
-        gdc_wait()
-        gdc_launch_dependents()
     row_token = (begin + token).to(tl.int64)[:, None]
     queries = tl.load(
         q + row_token * q_token_stride + query_head[:, None] * q_head_stride + dim[None, :], mask=tile_mask, other=0.0
