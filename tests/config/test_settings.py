@@ -57,6 +57,7 @@ def refusal(**flags: str) -> list[str]:
         ("dtype", "int4", "auto, float32, bfloat16 or float16"),
         ("device", "tpu", "auto, cpu or cuda"),
         ("attention_backend", "a,b,c", "sdpa"),
+        ("engine_cpus", "0;1", "a core's number for each rank"),
         ("log_level", "loud", "debug, info, warning or error"),
         ("max_restarts", "-1", "0 to 1000"),
     ],
@@ -91,11 +92,24 @@ def test_every_problem_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         ({"chat_template": "/nowhere/template"}, "MIZZEN_CHAT_TEMPLATE"),
         ({"port": "8001"}, "MIZZEN_HEALTH_PORT"),
         ({"max_batch_tokens": "8", "max_running_requests": "9"}, "MIZZEN_MAX_BATCH_TOKENS"),
+        ({"engine_cpus": "4000"}, "MIZZEN_ENGINE_CPUS"),
+        ({"engine_cpus": "0", "tensor_parallel_size": "2"}, "MIZZEN_ENGINE_CPUS"),
+        ({"engine_cpus": "0,0", "tensor_parallel_size": "2"}, "MIZZEN_ENGINE_CPUS"),
     ],
 )
 def test_what_only_resolving_finds_names_the_setting(flags: dict[str, str], setting: str) -> None:
     [line] = refusal(**flags)
     assert line.startswith(setting)
+
+
+def test_a_core_that_this_process_may_not_use_is_named_beside_those_that_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3}, raising=False)
+    assert config_of(engine_cpus="3,2", tensor_parallel_size="2").engine.cpus == (3, 2)
+    assert config_of().engine.cpus == ()
+    [line] = refusal(engine_cpus="3,5", tensor_parallel_size="2")
+    assert line == "MIZZEN_ENGINE_CPUS names core 5, but this process may use 2, 3"
 
 
 def test_an_unknown_variable_is_reported_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:

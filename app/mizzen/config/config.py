@@ -80,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     all_reduce: AllReduce = "auto"  # auto: symmetric memory where the GPUs can map each other's
     nvlink_multicast: bool = False
     nvtx: bool = False  # names in profiles
+    cpus: tuple[int, ...] = ()  # a core for each rank's main thread; empty: wherever the system puts it
 
 
 class LogConfig(msgspec.Struct, frozen=True):

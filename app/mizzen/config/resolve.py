@@ -58,6 +58,8 @@ def resolve(settings: Settings) -> Config:
     with collect():
         check_lengths(settings, device)
     with collect():
+        engine_cpus(settings)
+    with collect():
         if settings.chat_template is not None and not Path(settings.chat_template).is_file():
             raise ConfigError(f"there is no file {settings.chat_template}", setting="MIZZEN_CHAT_TEMPLATE")
     if problems:
@@ -101,6 +103,7 @@ def resolve(settings: Settings) -> Config:
             all_reduce=settings.all_reduce,
             nvlink_multicast=settings.nvlink_multicast,
             nvtx=settings.nvtx,
+            cpus=engine_cpus(settings),
             attention_backend=settings.attention_backend,
             threads=threads(settings),
             seed=settings.seed,
@@ -216,6 +219,27 @@ def threads(settings: Settings) -> int:
     return max(1, available_cpus() // settings.tensor_parallel_size)
 
 
+def engine_cpus(settings: Settings) -> tuple[int, ...]:
+    """A core for each rank, all different and allowed for this process; none if the setting names none."""
+    if settings.engine_cpus is None:
+        return ()
+    cpus = tuple(map(int, settings.engine_cpus.split(",")))
+    ranks, may = settings.tensor_parallel_size, _allowed_cpus()
+    if len(cpus) != ranks or len(set(cpus)) != ranks:
+        raise ConfigError(
+            f"MIZZEN_ENGINE_CPUS is {settings.engine_cpus}, but must name {ranks} different cores: one for each of"
+            " MIZZEN_TENSOR_PARALLEL_SIZE's ranks",
+            setting="MIZZEN_ENGINE_CPUS",
+        )
+    if missing := [str(cpu) for cpu in cpus if cpu not in may]:
+        raise ConfigError(
+            f"MIZZEN_ENGINE_CPUS names core {', '.join(missing)}, but this process may use"
+            f" {', '.join(map(str, sorted(may))) or 'none that it could name'}",
+            setting="MIZZEN_ENGINE_CPUS",
+        )
+    return cpus
+
+
 def running_requests(settings: Settings, device: str) -> int:
     if settings.max_running_requests != "auto":
         return settings.max_running_requests
@@ -260,9 +284,14 @@ def runtime_dir() -> str | None:
     return path if path and os.access(path, os.W_OK | os.X_OK) else None
 
 
+def _allowed_cpus() -> set[int]:
+    """Empty where the system has no affinities."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 def available_cpus() -> int:
     """Cores that this process may use: its affinity, and its container's quota (rounded up)."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = len(_allowed_cpus()) or os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):  # no cgroup v2

@@ -120,6 +120,13 @@ class Settings(BaseSettings):
     threads: Annotated[int, Ge(1), Le(1024)] | Auto = _setting(
         "auto", "Engine", "Threads of each rank on the CPU; auto shares the cores among the ranks."
     )
+    engine_cpus: str | None = _setting(
+        None,
+        "Engine",
+        "Pins each rank's main thread to a core, best one near its GPU; by default the system chooses.",
+        allowed="a core's number for each rank, comma separated",
+        pattern=r"^\d+(,\d+)*$",
+    )
     seed: int = _setting(0, "Engine", "Seeds requests that bring none, and dummy weights.", ge=0, le=2**63 - 1)
     overlap_depth: int = _setting(
         1, "Engine", "Steps that the host runs ahead of the device; 0 turns overlap off.", ge=0, le=4

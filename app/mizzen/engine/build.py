@@ -41,6 +41,7 @@ class Rank:
     info: EngineInfo
     model: ModelInfo
     annotate: Annotate
+    memory_bytes: dict[str, int]  # the KV pool, what steps and graphs take at the most, what is still free
 
 
 def make_platform(config: EngineConfig, rank: int) -> Platform:
@@ -88,9 +89,8 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
     report("profile", 1.0, "")
     runner = builder.runner(pages, max_model_len, lambda fraction, detail: report("capture", fraction, detail))
     info = builder.info(pages, max_model_len)
-    sizes = {"kv": info.kv_bytes, "steps": peak_bytes, "free": platform.free_memory_bytes()}
-    log.info("memory", **{f"{name}_gib": round(size / 2**30, 2) for name, size in sizes.items()})
-    return Rank(runner, info, model, builder.annotate)
+    memory_bytes = {"kv": info.kv_bytes, "steps": peak_bytes, "free": platform.free_memory_bytes()}
+    return Rank(runner, info, model, builder.annotate, memory_bytes)
 
 
 class KVBudget(NamedTuple):

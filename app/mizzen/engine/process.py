@@ -1,6 +1,7 @@
 """An engine rank as a process. Rank 0 schedules and runs; the others run the steps that rank 0 broadcasts, in order."""
 
 import gc
+import os
 import time
 from collections import deque
 
@@ -66,6 +67,9 @@ def main() -> None:
         rank = child.index
         try:
             built = _build(child, rank)
+            if cpus := child.config.engine.cpus:
+                # This thread alone: those that the build has started (zmq, NCCL, torch) stay where they like.
+                os.sched_setaffinity(0, {cpus[rank]})
             if rank == 0:
                 _lead(child, built)
             else:
@@ -92,7 +96,8 @@ def _build(child: Child, rank: int) -> Rank:
     started_s = time.monotonic()
     built = build_rank(config, model, platform, group, report)
     seconds = round(time.monotonic() - started_s, 2)
-    log.info("engine rank built", rank=rank, seconds=seconds, pages=built.info.num_pages)
+    memory = {f"{name}_gib": round(size / 2**30, 2) for name, size in built.memory_bytes.items()}
+    log.info("engine rank built", rank=rank, seconds=seconds, pages=built.info.num_pages, **memory)
     gc.collect()
     gc.freeze()  # what was built lives for good: later collections need not look at it
     return built
