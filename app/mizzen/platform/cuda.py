@@ -99,6 +99,7 @@ class CudaPlatform:
 
     def kv_budget_bytes(self, memory_fraction: float) -> int:
         """What is left of the fraction after all that is in use now, by this process or another."""
+        torch.cuda.empty_cache()  # what loading has freed is nobody's
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total * memory_fraction) - (total - free)
 
