@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
     return {
         "commit": git("rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "gpu": gpu,
     }
 
