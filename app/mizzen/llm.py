@@ -6,6 +6,7 @@ for output in llm.generate(["The capital of France is"], SamplingParams(temperat
 """
 
 import atexit
+import gc
 import itertools
 import time
 import weakref
@@ -238,6 +239,7 @@ class LLM:
             self._loop.close()
             self._ranks.close()
             del self._loop  # and its CUDA graphs, for which NCCL would wait
+            gc.collect()  # they may be in cycles
             self._group.close()
         else:
             self._ranks.close()

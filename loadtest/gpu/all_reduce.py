@@ -25,7 +25,7 @@ CPU_ROWS = (1, 32)
 ONE_SHOT_ROWS = 1024  # beyond, nobody would
 CALLS, REPLAYS = 20, 15  # calls in a graph; replays, of which the median counts
 CHECKS = (3, 256, 1, 64, 17, 1024, 2, 128)  # rows of the calls in the checked graph, one behind the other
-CHECKED_REPLAYS = 30
+CHECKED_REPLAYS, CPU_CHECKED_REPLAYS = 30, 2
 DELAY_CYCLES = 40_000  # about 20 us
 
 
@@ -49,7 +49,8 @@ def check(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> dict
             outs[k].copy_(group.all_reduce(torch.mm(x, w) if buffer is None else torch.mm(x, w, out=buffer)))
 
     replay = captured(calls, device)
-    for _ in range(CHECKED_REPLAYS):
+    replays = CHECKED_REPLAYS if device.type == "cuda" else CPU_CHECKED_REPLAYS
+    for _ in range(replays):
         for out in outs:
             out.fill_(torch.nan)
         replay()
@@ -62,7 +63,7 @@ def check(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> dict
             assert off <= 2 * torch.finfo(dtype).eps, f"call {k} of {CHECKS[k]} rows is off by {off:.2e}"
             alike = group.all_gather(out[None], 0)
             assert all(torch.equal(other, out) for other in alike), f"call {k}: the ranks' bits differ"
-    return {"dtype": str(dtype), "calls": len(CHECKS), "replays": CHECKED_REPLAYS}
+    return {"dtype": str(dtype), "calls": len(CHECKS), "replays": replays}
 
 
 def captured(calls: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -85,6 +86,7 @@ def microseconds(call: Callable[[], object], group: ProcessGroup, device: torch.
             call()
 
     replay = captured(calls, device)
+    aligned = torch.zeros(1, device=device)
     times = []
     for _ in range(REPLAYS):
         group.barrier()
@@ -94,7 +96,8 @@ def microseconds(call: Callable[[], object], group: ProcessGroup, device: torch.
             times.append((time.perf_counter() - start_s) * 1e6)
             continue
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(10 * DELAY_CYCLES)  # both ranks have launched before either runs
+        torch.cuda._sleep(20 * DELAY_CYCLES)  # all ranks have launched before any of them runs on,
+        dist.all_reduce(aligned)  # and all begin at once
         start.record()
         replay()
         stop.record()

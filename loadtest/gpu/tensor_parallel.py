@@ -215,6 +215,7 @@ def dying(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tp,
         cuda_graph_rows=8,
         max_batch_tokens=256,
+        max_model_len=512,
         kv_cache_bytes=2**28,
         threads=1,
     )
@@ -292,7 +293,7 @@ def all_parts(args: argparse.Namespace) -> dict[str, Any]:
     shared = ["--models", args.models, "--tp", args.tp, "--device", args.device]
     plan: dict[str, tuple[list[object], float]] = {
         "all-reduce": ([], 40),
-        "tokens": (["--model", args.model, "--limit-s", 40], 130),
+        "tokens": (["--model", args.model, "--limit-s", 60], 150),
         "death": (["--model", args.model, "--limit-s", 45], 60),
     }
     for model in args.offline_models.split(","):
