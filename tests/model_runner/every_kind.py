@@ -1,6 +1,6 @@
 """A batch with every kind of sampled row at once, and a model whose logits depend on nothing but a row's last token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,6 +42,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "min_p": 0.02,
     },
 }
+KINDS_OF_259: dict[str, dict[str, Any]] = {  # tokens of the tiny models' vocabulary
+    **KINDS,
+    "large top_k": {"top_k": 100, "temperature": 1.7},
+    "bias": {"logit_bias": {3: 4.0, 129: 4.0, 258: 5.0}},
+    "min_tokens": {"min_tokens": 4, "stop_token_ids": (11, 258), "top_p": 0.9},
+    "all": {**KINDS["all"], "logit_bias": {90: 3.0}},
+}
 PLAIN = ("greedy", "plain")
 
 
@@ -56,6 +63,7 @@ class Requests:
     """One request a kind, in slots of another order than the rows: a step of prompts, then decode steps."""
 
     kinds: tuple[str, ...]
+    options: dict[str, dict[str, Any]] = field(default_factory=lambda: KINDS)
     length: int = 3
 
     def __post_init__(self) -> None:
@@ -82,8 +90,8 @@ class Requests:
         return output
 
     def _start(self, row: int) -> SlotStart:
-        prompt = np.array([row + 20, 1100, row * 13 % VOCAB], np.int32)[: self.length]
-        params = SamplingParams(**KINDS[self.kinds[row]])
+        prompt = np.array([row + 20, 200, row * 13 % 259], np.int32)[: self.length]
+        params = SamplingParams(**self.options[self.kinds[row]])
         return SlotStart(int(self.slots[row]), row, prompt, self.length, 0, params, seed=1000 + row)
 
 

@@ -9,18 +9,12 @@ import torch
 from mizzen.model_runner.runner import EagerExecutor, Executor, ModelRunner
 from mizzen.sampling_params import SamplingParams
 from mizzen.scheduler.output import SampledTokens
-from model_runner.every_kind import KINDS, PAGE, PLAIN, Bigrams, NoAttention, Requests, make_state
+from model_runner.every_kind import KINDS, KINDS_OF_259, PAGE, PLAIN, Bigrams, NoAttention, Requests, make_state
 from tiny import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 12
-KINDS_OF_259 = {  # the tiny model's vocabulary is smaller
-    **KINDS,
-    "bias": {"logit_bias": {3: 4.0, 258: 5.0}},
-    "min_tokens": {"min_tokens": 4, "stop_token_ids": (11, 258), "top_p": 0.9},
-    "all": {**KINDS["all"], "logit_bias": {90: 3.0}},
-}
 BATCHES = {
     "every kind": tuple(KINDS),
     "plain": PLAIN,

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from models.tensor_parallel_rank import STEPS
 from tiny import make_tiny_model
 
 RANK_SCRIPT = Path(__file__).parent / "tensor_parallel_rank.py"
@@ -16,8 +18,8 @@ def rank_command(rank: int, size: int, model: Path, scratch: Path, dtype: str, t
     return [sys.executable, str(RANK_SCRIPT), *map(str, (rank, size, model, scratch, dtype, timeout_s))]
 
 
-def run_ranks(size: int, model: Path, scratch: Path, dtype: str) -> list[torch.Tensor]:
-    """Each rank's logits for the same steps."""
+def run_ranks(size: int, model: Path, scratch: Path, dtype: str) -> list[dict[str, Any]]:
+    """What each rank got for the same steps."""
     ranks = [
         subprocess.Popen(rank_command(rank, size, model, scratch, dtype, 60), stderr=subprocess.PIPE, text=True)
         for rank in range(size)
@@ -29,16 +31,33 @@ def run_ranks(size: int, model: Path, scratch: Path, dtype: str) -> list[torch.T
     finally:
         for rank in ranks:
             rank.kill()
-    return [torch.load(scratch / f"logits-{size}-{rank}.pt") for rank in range(size)]
+    return [torch.load(scratch / f"rank-{size}-{rank}.pt") for rank in range(size)]
 
 
 def assert_ranks_equal_one(size: int, model: Path, scratch: Path, *, dtype: str, atol: float) -> None:
     (expected,) = run_ranks(1, model, scratch, dtype)
     every = run_ranks(size, model, scratch, dtype)
-    for logits in every:
-        assert torch.equal(logits, every[0])  # ranks that differ would choose different tokens
-    torch.testing.assert_close(every[0], expected, atol=atol, rtol=0)
-    assert torch.equal(every[0].argmax(-1), expected.argmax(-1))
+    logits = every[0]["logits"]
+    for rank in every:
+        assert torch.equal(rank["logits"], logits)  # ranks that differ would choose different tokens
+        assert rank["steps"] == every[0]["steps"]
+    torch.testing.assert_close(logits, expected["logits"], atol=atol, rtol=0)
+    assert torch.equal(logits.argmax(-1), expected["logits"].argmax(-1))
+    assert_same_samples(every[0]["steps"], expected["steps"])
+    assert expected["gathered"] == []
+    for rank in every:
+        # 2 rows a step: each exchanges a largest logit and its token, a share of the mass, and a token
+        assert rank["gathered"] == [2 * 16, 2 * 8, 2 * 8] * STEPS
+
+
+def assert_same_samples(steps: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Of every kind of row. The most likely tokens may change places where they are equally likely."""
+    assert len(expected) == STEPS
+    for step, reference in zip(steps, expected, strict=True):
+        assert step["token_ids"] == reference["token_ids"]
+        assert step["logprob_rows"] == reference["logprob_rows"]
+        for name in ("chosen_logprobs", "top_logprobs"):
+            torch.testing.assert_close(torch.tensor(step[name]), torch.tensor(reference[name]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
