@@ -201,7 +201,7 @@ class _Builder:
         eager = EagerExecutor(network, attention, state, self.annotate)
         if not config.graph_rows:
             return eager
-        from mizzen.model_runner.graphs import GraphExecutor, GraphLimits  # needs Triton
+        from mizzen.model_runner.graphs import WARM_UPS, GraphExecutor, GraphLimits  # needs Triton
 
         limits = GraphLimits(min(config.graph_rows, rows), config.graph_mixed_tokens, rows)
         graphs = GraphExecutor(
@@ -213,7 +213,8 @@ class _Builder:
             limits=limits,
             annotate=self.annotate,
         )
-        graphs.capture(progress)
+        # A pool of no pages is the one to measure with, which comes first: what is new to the process is new then.
+        graphs.capture(progress, warm_ups=WARM_UPS if pages == 0 else 1)
         return graphs
 
     def run_largest_steps(self, report: Report) -> ModelRunner:

@@ -26,7 +26,7 @@ from mizzen.model_runner.sampler import Sampled
 from mizzen.platform.base import Annotate, without_name
 from mizzen.scheduler.output import Int32
 
-WARM_UPS = 2  # runs before a capture: Triton compiles, cuBLAS makes its handles
+WARM_UPS = 2  # runs before a capture in a new process: Triton compiles, cuBLAS makes its handles
 
 
 def decode_ladder(limit: int) -> list[int]:
@@ -110,6 +110,7 @@ class GraphExecutor:
         self._eager = eager
         self._page_size = page_size
         self._limits = limits
+        self._warm_ups = WARM_UPS
         self._decode: dict[int, _Graph] = {}
         self._mixed: dict[int, _Graph] = {}
         support = attention.graph_support
@@ -118,8 +119,9 @@ class GraphExecutor:
         )
         self._mixed_sizes = mixed_ladder(limits.mixed_tokens) if support == GraphSupport.ALL else []
 
-    def capture(self, progress: Callable[[float, str], None]) -> None:
-        """From large to small, so that one pool of memory serves all."""
+    def capture(self, progress: Callable[[float, str], None], *, warm_ups: int = WARM_UPS) -> None:
+        """From large to small, so that one pool of memory serves all. ``warm_ups``: runs before each capture."""
+        self._warm_ups = warm_ups
         pool = torch.cuda.graph_pool_handle()
         jobs: list[tuple[str, int]] = [("mixed", size) for size in reversed(self._mixed_sizes)]
         jobs += [("decode", size) for size in reversed(self._decode_sizes)]
@@ -302,7 +304,7 @@ class GraphExecutor:
         rows = SampledRows(slots, lengths, state.device.token_table, tokens)
         params = SlotParams(*state.device.sampling_columns())
 
-        for _ in range(WARM_UPS):
+        for _ in range(self._warm_ups):
             logits = forward()
             for flags in self._sampler.variants:
                 self._draw(logits, rows, params, flags)

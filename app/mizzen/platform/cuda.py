@@ -115,6 +115,7 @@ class CudaPlatform:
         peak = torch.cuda.max_memory_reserved() - reserved + max(0, self._others_bytes() - others)
         del held
         gc.collect()  # graphs may be in cycles, and their memory with them
+        torch._C._cuda_clearCublasWorkspaces()  # one may lie in the graphs' pool, and hold a part of it
         torch.cuda.empty_cache()
         return peak
 
