@@ -80,9 +80,12 @@ def test_graphs_draw_what_eager_steps_draw(name: str, dtype: torch.dtype) -> Non
             torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(reference), atol=1e-4, rtol=0)
 
 
-def test_an_engine_with_graphs_answers_as_one_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_an_engine_with_graphs_answers_as_one_without(gpus: int, tmp_path: Path) -> None:
     """Prompts in chunks, then decode steps of rows that end at different times; float32, so that nothing but the order
-    of sums differs."""
+    of sums differs. The vocabulary of two GPUs is split."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     model = make_tiny_model(tmp_path / "tiny", "qwen3", head_dim=64)
     params = [
         SamplingParams(**{**options, "seed": seed, "max_tokens": 10 + seed})
@@ -90,16 +93,18 @@ def test_an_engine_with_graphs_answers_as_one_without(tmp_path: Path) -> None:
         for options in KINDS_OF_259.values()
     ]
     prompts = [[3 + (37 * number + token) % 250 for token in range(20 + number)] for number in range(len(params))]
-    eager, graphs = (answers(model, prompts, params, rows) for rows in (0, 256))
-    assert graphs == eager
+    assert answers(model, prompts, params, 256, gpus) == answers(model, prompts, params, 0, 1)
 
 
-def answers(model: Path, prompts: list[list[int]], params: list[SamplingParams], graph_rows: int) -> list[list[int]]:
+def answers(
+    model: Path, prompts: list[list[int]], params: list[SamplingParams], graph_rows: int, gpus: int
+) -> list[list[int]]:
     from mizzen.llm import LLM
 
     llm = LLM(
         model,
         dtype="float32",
+        tensor_parallel_size=gpus,
         cuda_graph_rows=graph_rows,
         cuda_graph_mixed_tokens=256 if graph_rows else 0,
         max_batch_tokens=256,
