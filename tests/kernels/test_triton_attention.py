@@ -17,18 +17,8 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_with_loops_of_device_bounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter cannot take loop bounds from tensors with numpy >= 2.4: int() wants 0 dimensions."""
-    if device.type == "cpu":
-        from triton.runtime import interpreter
-
-        patch = interpreter._patch_lang_tensor
-
-        def patch_with_index(tensor: Any, scope: Any) -> None:
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+def _with_loops_of_device_bounds(interpreter_loops: None) -> None:
+    pass
 
 
 @dataclass

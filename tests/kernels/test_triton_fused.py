@@ -111,10 +111,10 @@ def test_prepare_decode_equals_its_twin(device: torch.device, rows: int) -> None
     assert (results[0][2] > 1 << 31).any() or rows < 31  # slots beyond 32 bits were among them
 
 
-@pytest.mark.parametrize("off", [frozenset(), frozenset({"rms_norm", "silu_mul"})])
+@pytest.mark.parametrize("off", [frozenset(), frozenset({"rms_norm", "linear"})])
 def test_each_kernel_can_be_switched_off(off: frozenset[str]) -> None:
     from mizzen.kernels.dispatch import kernels_for
 
     table = kernels_for("cuda", off)
-    for name in ("rms_norm", "add_rms_norm", "silu_mul", "qk_norm_rope_write_kv"):
-        assert (getattr(table, name) is getattr(reference, name)) == (name in off)
+    for name in ("rms_norm", "add_rms_norm", "silu_mul", "qk_norm_rope_write_kv", "linear"):
+        assert (getattr(table, name) is getattr(reference.KERNELS, name)) == (name in off)

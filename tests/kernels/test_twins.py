@@ -42,3 +42,10 @@ def test_qk_norm_rope_write_kv_rotates_by_position_and_fills_the_named_slots() -
 def test_an_unknown_kernel_cannot_be_switched_off() -> None:
     with pytest.raises(AttributeError):
         kernels_for("cpu", frozenset({"no_such_kernel"}))
+
+
+def test_gated_linear_uses_the_activation_that_is_left_on() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(12, 8)
+    expected = reference.silu_mul(torch.nn.functional.linear(x, weight))
+    for off in (frozenset[str](), frozenset({"silu_mul"}), frozenset({"gated_linear"})):
+        assert torch.equal(kernels_for("cpu", off).gated_linear(x, weight), expected)

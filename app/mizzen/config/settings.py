@@ -143,8 +143,8 @@ class Settings(BaseSettings):
         "",
         "Engine",
         "Fused GPU kernels to replace by plain torch, to see what each is worth.",
-        allowed="names, comma separated: rms_norm, add_rms_norm, qk_norm_rope_write_kv, silu_mul",
-        pattern=r"^((rms_norm|add_rms_norm|qk_norm_rope_write_kv|silu_mul)(,|$))*$",
+        allowed="names, comma separated: rms_norm, add_rms_norm, qk_norm_rope_write_kv, silu_mul, linear, gated_linear",
+        pattern=r"^((rms_norm|add_rms_norm|qk_norm_rope_write_kv|silu_mul|linear|gated_linear)(,|$))*$",
     )
     nvtx: bool = _setting(
         False,

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from torch import Tensor
 
 _TABLES = {
@@ -20,6 +21,8 @@ class Kernels:
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor | None, Tensor | None, float], Tensor
     ]
     silu_mul: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor], Tensor]
+    gated_linear: Callable[[Tensor, Tensor], Tensor]
 
 
 def kernels_for(device_type: str, off: frozenset[str] = frozenset()) -> Kernels:
@@ -28,7 +31,11 @@ def kernels_for(device_type: str, off: frozenset[str] = frozenset()) -> Kernels:
     if not off:
         return table
     twins = _load(_TABLES["cpu"])
-    return replace(table, **{name: getattr(twins, name) for name in off})
+    table = replace(table, **{name: getattr(twins, name) for name in off})
+    if off & {"silu_mul", "gated_linear"}:  # the latter does what the former does: each is turned off by itself
+        silu_mul = table.silu_mul
+        table = replace(table, gated_linear=lambda x, weight: silu_mul(F.linear(x, weight)))
+    return table
 
 
 def _load(path: str) -> Kernels:

@@ -10,6 +10,11 @@ from torch import Tensor
 from mizzen.kernels.dispatch import Kernels
 
 
+def summed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a linear kernel returned: [T, N], or float32 parts [S, T, N] of a sum that the next kernel makes."""
+    return x if x.dim() == 2 else x.sum(0).to(dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H], weight [H] -> [..., H]"""
     if x.dtype == torch.float32:
@@ -20,8 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] is added to residual [T, H] in place; returns the norm of the sum [T, H]."""
-    residual.add_(x)
+    """x [T, H], or parts [S, T, H], is added to residual [T, H] in place; returns the norm of the sum [T, H]."""
+    residual.add_(summed(x, residual.dtype))
     return rms_norm(residual, weight, eps)
 
 
@@ -71,9 +76,10 @@ def qk_norm_rope_write_kv(
 ) -> Tensor:
     """All between the QKV projection and attention: qk_norm_rope, then write_kv.
 
-    qkv [T, (num_heads + 2 * kv_heads) * D] may be changed; rotary [max positions, D] float32 as cos_sin above; caches
-    [pages, page_size, kv_heads, D]. Returns the queries [T, num_heads, D]."""
+    qkv [T, (num_heads + 2 * kv_heads) * D], or parts [S, T, ...], may be changed; rotary [max positions, D] float32 as
+    cos_sin above; caches [pages, page_size, kv_heads, D]. Returns the queries [T, num_heads, D]."""
     kv_heads, head_dim = k_cache.shape[2:]
+    qkv = summed(qkv, k_cache.dtype)
     heads = qkv.view(len(qkv), num_heads + 2 * kv_heads, head_dim)
     qk_norm_rope(heads, rotary[positions], num_heads, kv_heads, q_weight, k_weight, eps)
     k, v = heads[:, num_heads : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
@@ -106,11 +112,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K]; weight [2 * I, K], gates first -> silu(gate) * up [T, I]"""
+    return silu_mul(F.linear(x, weight))
+
+
 KERNELS = Kernels(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     qk_norm_rope_write_kv=qk_norm_rope_write_kv,
     silu_mul=silu_mul,
+    linear=F.linear,
+    gated_linear=gated_linear,
 )
 
 

@@ -34,14 +34,21 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, in_features: int, parts: tuple[ColumnPart, ...], *, bias: bool, context: LayerContext) -> None:
         super().__init__()
+        self.kernels = context.kernels
         self.in_features = in_features
         self.parts = parts
         out_features = sum(part.stop - part.start for part in parts)
         self.weight = context.parameter(out_features, in_features)
         self.bias = context.parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out / size]
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out / size], or parts of it [S, T, ...]
+        return self.kernels.linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Of two projections, silu(first) * second: [T, in] -> [T, out / (2 * size)]."""
+        if self.bias is None:
+            return self.kernels.gated_linear(x, self.weight)
+        return self.kernels.silu_mul(F.linear(x, self.weight, self.bias))
 
     def weights(self, prefix: str) -> Iterator[WeightSlice]:
         row = 0
@@ -62,13 +69,16 @@ class RowLinear(nn.Module):
     def __init__(self, name: str, in_features: int, out_features: int, *, bias: bool, context: LayerContext) -> None:
         super().__init__()
         self.name = name
+        self.kernels = context.kernels
         self.in_features = in_features
         self.group = context.group
         self.share = in_features // context.group.size
         self.weight = context.parameter(out_features, self.share)
         self.bias = context.parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, in / size] -> [T, out]
+    def forward(self, x: Tensor) -> Tensor:  # [T, in / size] -> [T, out], or parts of it [S, T, out]
+        if self.group.size == 1 and self.bias is None:
+            return self.kernels.linear(x, self.weight)
         bias = self.bias if self.group.rank == 0 else None  # it must enter the sum once
         out = self.group.sum_buffer(x.shape[0], self.weight.shape[0], x.dtype)
         if out is None:

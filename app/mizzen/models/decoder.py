@@ -79,7 +79,6 @@ class GatedMLP(nn.Module):
 
     def __init__(self, arch: ModelArchitecture, context: LayerContext) -> None:
         super().__init__()
-        self.kernels = context.kernels
         self.gate_up = ColumnLinear(
             arch.hidden_size,
             tuple(ColumnPart.split(name, arch.intermediate_size, context) for name in ("gate_proj", "up_proj")),
@@ -91,7 +90,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        out: Tensor = self.down(self.kernels.silu_mul(self.gate_up(x)))
+        out: Tensor = self.down(self.gate_up.gated(x))
         return out
 
     def weights(self, prefix: str) -> Iterator[WeightSlice]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mizzen.kernels.triton.decode_plan import plan_kernel, program_of, start_of
-from mizzen.kernels.triton.launch import pdl_options
+from mizzen.kernels.triton.launch import num_multiprocessors, pdl_options
 from mizzen.kernels.triton.paging import pages_of
 
 _PLAN_PROGRAMS = 16  # shares that one program of the plan finds
@@ -59,7 +59,7 @@ class PagedDecode:
         self._group = num_heads // kv_heads
         self._scale = head_dim**-0.5 * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
         self._config = config or DecodeConfig()
-        self._multiprocessors = _num_multiprocessors(device)
+        self._multiprocessors = num_multiprocessors(device)
         self._programs = self._large_programs = 0  # of the step that is planned
         self._page_table: Tensor
 
@@ -148,12 +148,6 @@ class PagedDecode:
             num_stages=config.num_stages,
             **pdl_options(q.device, config.pdl),
         )
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 6  # Triton's interpreter: few, but enough to cut rows
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

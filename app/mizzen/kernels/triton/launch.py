@@ -18,6 +18,13 @@ def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 6  # Triton's interpreter: few, but enough to cut work among them
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def pdl_options(device: torch.device, pdl: bool) -> dict[str, Any]:
     """Keyword arguments for the launch of a kernel that has a ``PDL`` constexpr: it lets the next kernel in early, and,
     with ``pdl``, starts early itself. Behind cuBLAS that costs 0.2 to 0.5 us a kernel, as cuBLAS lets nobody in early

@@ -28,12 +28,14 @@ def _kernel(
     v_cache,
     kv_slots,
     row_stride,
+    part_stride,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -60,6 +62,11 @@ def _kernel(
     inside = is_kv[:, None] & in_head[None, :]
     x1 = tl.load(qkv + token * row_stride + offsets, mask=inside, other=0.0)
     x2 = tl.load(qkv + token * row_stride + HALF + offsets, mask=inside, other=0.0)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            x1 += tl.load(qkv + part * part_stride + token * row_stride + offsets, mask=inside, other=0.0)
+            x2 += tl.load(qkv + part * part_stride + token * row_stride + HALF + offsets, mask=inside, other=0.0)
+        x1, x2 = x1.to(dtype), x2.to(dtype)
     cos = tl.load(table + position * HEAD_DIM + half, mask=in_head, other=0.0)[None, :]
     sin = tl.load(table + position * HEAD_DIM + HALF + half, mask=in_head, other=0.0)[None, :]
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
@@ -97,21 +104,23 @@ def qk_norm_rope_write_kv(
     k_weight: Tensor | None,
     eps: float,
     *,
-    pdl: bool = False,
+    pdl: bool | None = None,
     heads: int = HEADS,
     num_warps: int | None = None,
 ) -> Tensor:
-    """qkv [T, (num_heads + 2 * kv_heads) * D], not changed; positions and kv_slots [T] int64; rotary [positions, D]
-    float32; caches [pages, page_size, kv_heads, D], contiguous; weights [D] or None: no norms. Returns the queries
-    [T, num_heads, D], contiguous; keys and values are in the caches at kv_slots."""
+    """qkv [T, (num_heads + 2 * kv_heads) * D], or parts of it [S, T, ...], not changed; positions and kv_slots [T]
+    int64; rotary [positions, D] float32; caches [pages, page_size, kv_heads, D], contiguous; weights [D] or None: no
+    norms. Returns the queries [T, num_heads, D], contiguous; keys and values are in the caches at kv_slots."""
     num_kv_heads, head_dim = k_cache.shape[2:]
-    assert qkv.stride(1) == 1
-    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+    pdl = qkv.dim() == 3 if pdl is None else pdl  # parts come from a kernel of ours
+    qkv = qkv if qkv.dim() == 3 else qkv[None]
+    assert qkv.stride(2) == 1
+    assert qkv.shape[2] == (num_heads + 2 * num_kv_heads) * head_dim
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     assert rotary.is_contiguous()
-    tokens = len(qkv)
-    q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    parts, tokens, _ = qkv.shape
+    q = torch.empty((tokens, num_heads, head_dim), dtype=k_cache.dtype, device=qkv.device)
     if tokens:
         half_block = triton.next_power_of_2(head_dim // 2)
         _kernel[(triton.cdiv(num_heads + 2 * num_kv_heads, heads), tokens)](
@@ -124,6 +133,7 @@ def qk_norm_rope_write_kv(
             k_cache,
             v_cache,
             kv_slots,
+            qkv.stride(1),
             qkv.stride(0),
             eps,
             NUM_HEADS=num_heads,
@@ -131,6 +141,7 @@ def qk_norm_rope_write_kv(
             HEAD_DIM=head_dim,
             HALF_BLOCK=half_block,
             HEADS=heads,
+            PARTS=parts,
             NORM=q_weight is not None,
             num_warps=num_warps or max(1, heads * half_block // 256),
             **pdl_options(qkv.device, pdl),
