@@ -26,7 +26,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "overlap off": {"overlap_depth": 0},
     "graphs off": {"cuda_graph_rows": 0},
     "mixed graphs off": {"cuda_graph_mixed_tokens": 0},
-    "fused kernels off": {"kernels_off": "rms_norm,add_rms_norm,qk_norm_rope_write_kv,silu_mul"},
+    "fused kernels off": {"kernels_off": "rms_norm,add_rms_norm,qk_norm_rope_write_kv,silu_mul,linear,gated_linear"},
+    "own GEMMs off": {"kernels_off": "linear,gated_linear"},
     "add_rms_norm off": {"kernels_off": "add_rms_norm"},
     "qk_norm_rope_write_kv off": {"kernels_off": "qk_norm_rope_write_kv"},
     "silu_mul off": {"kernels_off": "silu_mul"},
@@ -58,10 +59,11 @@ def run_all(
     runs: dict[str, dict[str, Any]],
     one: Callable[[dict[str, Any]], dict[str, Any]],
     limit_s: float,
+    keep: Callable[[dict[str, dict[str, Any]]], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, dict[str, Any]]:
     """Each run's result, or {"not_run": why}. None is begun that would end after ``limit_s`` if it took as long as the
-    longest so far."""
+    longest so far. ``keep`` gets the results after each run."""
     begin_s, longest_s = clock(), 0.0
     results: dict[str, dict[str, Any]] = {}
     for name, settings in runs.items():
@@ -75,6 +77,7 @@ def run_all(
             results[name] = {"not_run": f"{type(error).__name__}: {error}".splitlines()[0]}
         longest_s = max(longest_s, clock() - start_s)
         print(row(name, results[name], results[BASELINE]), flush=True)
+        keep(results)
     return results
 
 
@@ -134,13 +137,18 @@ def main() -> None:
     args = parser.parse_args()
     common = dict(map(parse_setting, args.set))
     runs = plan(common, args.only.split(",") if args.only else ())
-    results = run_all(
-        runs, lambda settings: benchmark(args.model, args.load_format, args.requests, settings), args.limit_s
-    )
     args.json.parent.mkdir(parents=True, exist_ok=True)
     written = {"environment": environment(), "model": Path(args.model).name, "requests": args.requests}
-    written |= {"load_format": args.load_format, "settings": common, "results": results}
-    args.json.write_text(json.dumps(written, indent=1) + "\n")
+    written |= {"load_format": args.load_format, "settings": common}
+
+    def keep(results: dict[str, dict[str, Any]]) -> None:
+        args.json.write_text(json.dumps({**written, "results": results}, indent=1) + "\n")
+
+    def one(settings: dict[str, Any]) -> dict[str, Any]:
+        return benchmark(args.model, args.load_format, args.requests, settings)
+
+    results = run_all(runs, one, args.limit_s, keep)
+    keep(results)
     left = max((result.get("gpu_bytes_left", 0) for result in results.values()), default=0)
     print(f"\n{written['model']}, {args.requests} requests, {' '.join(args.set) or 'defaults'};", end=" ")
     print(f"most GPU memory left by a closed engine: {left / 2**20:.0f} MiB")
