@@ -58,13 +58,14 @@ def main() -> None:
         warm_up = prepare(kept[:WARM_UP_REQUESTS], 1e9, seed=0, vocabulary=drawn_from, **FIELDS)
         uvloop.run(replay(served.port, warm_up, limit_s=args.limit_s))
         for number, speed in enumerate(map(float, args.speeds.split(",")), 1):
-            served.wait_idle(30.0)
+            served.wait_idle(60.0)
             before = counters(served)
             requests = prepare(kept, speed, seed=number, vocabulary=drawn_from, **FIELDS)
             seen = summary(uvloop.run(replay(served.port, requests, limit_s=args.limit_s)), requests)
-            served.wait_idle(30.0)
+            served.wait_idle(60.0)
             seen["server"] = {name: value - before[name] for name, value in counters(served).items()}
             result["speeds"][speed] = seen
+            args.json.write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut off leaves what it had
             print(table({speed: seen}).splitlines()[-1], flush=True)
         result["exit_code"] = served.stop()
     result["environment"] = environment()  # last: it opens the GPU

@@ -32,7 +32,7 @@ VARIED = 0.1  # of the requests: sampled in a way of their own
 SHARED = 0.3  # of the prompts: begin as others do
 WRONG = 0.01  # of the requests: too long for the context
 REFUSED_PAUSE_S = 0.5
-END_S = 120.0  # for the last answers
+END_S = 60.0  # for the last answers
 PRINT_EVERY = 8  # samples
 SETTLE_S = 2.0  # until every process has sent its counters
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -213,7 +213,7 @@ def main() -> int:
         before = take_sample(served, time.monotonic())
         samples = uvloop.run(soak(served, load, streams, args.minutes * 60, args.sample_s))
         try:
-            served.wait_idle(60.0)
+            served.wait_idle(20.0)
         except Failed as error:
             load.seen.faults.append(str(error))
         time.sleep(SETTLE_S)
