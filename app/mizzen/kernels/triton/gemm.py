@@ -84,14 +84,14 @@ def _gemm_kernel(
     k = part * part_size + tl.arange(0, BLOCK_K)
     in_rows = row < num_rows
     w_tile = w + line[:, None] * size + k[None, :]
-    x_tile = x + tl.where(in_rows, row, 0)[:, None] * x_stride + k[None, :]
+    x_tile = x + row[:, None] * x_stride + k[None, :]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((TILE_N, BLOCK_T) if OUTPUTS_FIRST else (BLOCK_T, TILE_N), tl.float32)
     for start in tl.range(0, part_size, BLOCK_K, num_stages=STAGES):
         weights = tl.load(w_tile + start)
-        values = tl.load(x_tile + start)
+        values = tl.load(x_tile + start, mask=in_rows[:, None], other=0.0)
         acc = tl.dot(weights, tl.trans(values), acc) if OUTPUTS_FIRST else tl.dot(values, tl.trans(weights), acc)
     if GATED:
         dtype = w.dtype.element_ty
