@@ -59,8 +59,9 @@ class ProcessGroup(Protocol):
     def close(self) -> None:
         """After all work is done, and the peers have ended or close too."""
 
-    def abandon(self) -> None:
-        """Instead of ``close``, where a peer is gone: waits for nothing."""
+    def abandon(self, exit_code: int = EXIT_FAILED) -> None:
+        """Instead of ``close``, where a peer may be gone: waits for nothing, now or when the process ends, which on
+        CUDA it then does with ``exit_code``."""
 
 
 class SingleGroup:
@@ -90,7 +91,7 @@ class SingleGroup:
     def close(self) -> None:
         pass
 
-    def abandon(self) -> None:
+    def abandon(self, exit_code: int = EXIT_FAILED) -> None:
         pass
 
 
@@ -116,7 +117,7 @@ class TorchGroup:
         self._rank, self._size, self._device = rank, size, device
         self._symmetric = device.type == "cuda" and all_reduce == "auto"
         self._sums: SymmetricSums | None = None
-        self._abandoned = False
+        self._exit_code: int | None = None
         if sys.platform == "linux":
             # gloo takes the interface of the host's name, which a container may not be able to resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -187,20 +188,24 @@ class TorchGroup:
     def close(self) -> None:
         atexit.unregister(self._leave)
         self._sums = None
+        if self._device.type == "cuda" and dist.group.WORLD is not None:
+            # NCCL's orderly end waits for the peers, and they are gone, or about to be.
+            dist.group.WORLD._get_backend(self._device).abort()
         dist.destroy_process_group()
 
-    def abandon(self) -> None:
+    def abandon(self, exit_code: int = EXIT_FAILED) -> None:
         if self._device.type == "cuda":
-            self._abandoned = True
+            self._exit_code = exit_code
         else:
             self.close()
 
     def _leave(self) -> None:
-        """A kernel that waits for a lost peer waits for ever, and Python's own exit for the kernel."""
-        if self._abandoned:
+        """A kernel that waits for a lost peer waits for ever, and Python's own exit for the kernel; NCCL's end waits
+        for CUDA graphs."""
+        if self._exit_code is not None:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(EXIT_FAILED)
+            os._exit(self._exit_code)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 import structlog
 
-from mizzen.distributed.group import make_group
+from mizzen.distributed.group import ProcessGroup, make_group
 from mizzen.engine.build import Rank, Report, build_rank, build_scheduler, make_platform
 from mizzen.engine.loop import IDLE_WAIT_S, RESULT_WAIT_S, EngineLoop
 from mizzen.engine.meter import StepMeter
@@ -66,19 +66,23 @@ def main() -> None:
     with child_process("mizzen.engine.process", "epoch") as child:
         rank = child.index
         try:
-            built = _build(child, rank)
+            built, group = _build(child, rank)
             if cpus := child.config.engine.cpus:
                 # This thread alone: those that the build has started (zmq, NCCL, torch) stay where they like.
                 os.sched_setaffinity(0, {cpus[rank]})
-            if rank == 0:
-                _lead(child, built)
-            else:
-                _follow(child, built)
+            try:
+                if rank == 0:
+                    _lead(child, built)
+                else:
+                    _follow(child, built)
+            except _Stop:
+                group.abandon(0)  # the other ranks stop too, each in its own time
+                raise
         except _Stop:
             log.info("engine rank stops", rank=rank)
 
 
-def _build(child: Child, rank: int) -> Rank:
+def _build(child: Child, rank: int) -> tuple[Rank, ProcessGroup]:
     config = child.config.engine
     model = msgspec.json.decode((child.run_dir / "model.json").read_bytes(), type=ModelInfo)
     report = _reporter(child)
@@ -100,7 +104,7 @@ def _build(child: Child, rank: int) -> Rank:
     log.info("engine rank built", rank=rank, seconds=seconds, pages=built.info.num_pages, **memory)
     gc.collect()
     gc.freeze()  # what was built lives for good: later collections need not look at it
-    return built
+    return built, group
 
 
 def _reporter(child: Child) -> Report:
