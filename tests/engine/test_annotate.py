@@ -21,7 +21,7 @@ IN_THE_MODEL = {
     "head",
     "add_rms_norm",
     "qk_norm_rope_write_kv",
-    "silu_mul",
+    "gated_linear",
     "sampler",
 }
 
@@ -52,7 +52,8 @@ def test_ranges_appear_when_asked_for(model: Path) -> None:
     steps = calls["enqueue"]
     assert steps == calls["prepare"] == calls["update"] == calls["layer 1"] == calls["sampler"] == 3
     assert calls["attention kernels"] == calls["mlp"] == 2 * steps, "two layers"
-    assert calls["gemm"] == 4 * 2 * steps, "QKV, output, gate and up, down"
+    assert calls["gemm"] == 3 * 2 * steps, "QKV, output, down"
+    assert calls["gated_linear"] == 2 * steps
 
 
 def test_nothing_is_wrapped_when_off(model: Path) -> None:
