@@ -166,7 +166,12 @@ class Settings(BaseSettings):
     )
 
     # ---- scheduler and KV cache ----
-    scheduling_policy: SchedulingPolicy = _setting("fcfs", "Scheduler", "Order of the waiting requests.")
+    scheduling_policy: SchedulingPolicy = _setting(
+        "fcfs",
+        "Scheduler",
+        "Order of the waiting requests. longest-output, for offline work, also spreads that over the steps which the"
+        " longest request takes.",
+    )
     max_running_requests: Annotated[int, Ge(1), Le(4096)] | Auto = _setting(
         "auto", "Scheduler", "Requests in one batch; auto is 64 on the CPU, 256 on a GPU."
     )

@@ -20,6 +20,7 @@ class Running:
         self._slots = slots
         self._sorted: list[tuple[tuple[int, ...], RequestState]] = []
         self._changed = False
+        self._order: IntP = np.empty(0, np.intp)
         self._decode: IntP = np.empty(0, np.intp)
         self._decode32: Int32 = np.empty(0, np.int32)
         self._prefill: list[int] = []
@@ -49,13 +50,19 @@ class Running:
         """Slots in policy order: those with one token to compute (twice, in two types), those with more."""
         if self._changed:
             self._changed = False
-            order = np.array([state.slot for _, state in self._sorted], np.intp)
+            self._order = order = np.array([state.slot for _, state in self._sorted], np.intp)
             num_tokens = self._slots.num_tokens[order]
             left = num_tokens - self._slots.num_computed[order]
             self._decode = order[(left == 1) & (num_tokens < self._slots.max_len[order])]
             self._decode32 = self._decode.astype(np.int32)
             self._prefill = order[left > 1].tolist()
         return self._decode, self._decode32, self._prefill
+
+    @property
+    def order(self) -> IntP:
+        """All slots in policy order."""
+        self.rows()
+        return self._order
 
     def states(self) -> list[RequestState]:
         return [state for _, state in self._sorted]

@@ -19,6 +19,7 @@ from mizzen.ipc.messages import ChoiceEnded, FinishReason, Load, Timings
 from mizzen.kv_cache.cache import KVCache
 from mizzen.kv_cache.page_tables import PageTables
 from mizzen.scheduler.output import Int32, Int64, SampledTokens, SchedulerOutput, SlotStart
+from mizzen.scheduler.pace import paced_budget
 from mizzen.scheduler.plan import StepKind, plan_step
 from mizzen.scheduler.registry import Registry
 from mizzen.scheduler.request import Request, RequestState
@@ -289,9 +290,10 @@ class Scheduler:
 
     def _schedule(self, kind: StepKind, now: float, preemptions: int) -> SchedulerOutput | None:
         """``preemptions``: how many there had been when this step's scheduling began."""
-        while (
-            plan := plan_step(kind, self._max_batch_tokens, self._running, self._slots, self._pages, self._kv_cache)
-        ) is None:
+        budget = self._max_batch_tokens
+        if self._policy == "longest-output" and kind == "mixed":
+            budget = paced_budget(budget, self._running, self._waiting, self._slots)
+        while (plan := plan_step(kind, budget, self._running, self._slots, self._pages, self._kv_cache)) is None:
             self._preempt_last()
         decode, decode32, computed, full_pages, chunks = plan
         if len(decode):
@@ -300,8 +302,7 @@ class Scheduler:
         started: list[SlotStart] = []
         # Who was just preempted must not come back for the same pages.
         if kind != "decode" and preemptions == self._preemptions:
-            budget = self._max_batch_tokens - len(decode) - sum(count for _, count in chunks)
-            self._admit(budget, now, rows, started)
+            self._admit(budget - len(decode) - sum(count for _, count in chunks), now, rows, started)
         if not len(decode) and not rows:
             return None
         page_slots, page_columns, page_ids = self._pages.take_changes()

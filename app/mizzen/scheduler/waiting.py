@@ -28,6 +28,7 @@ class WaitingQueue:
         self._policy = policy
         self._sorted: list[tuple[tuple[int, ...], RequestState]] = []
         self.num_preempted = 0  # of those here
+        self.num_tokens = 0  # of their prompts and longest outputs
         self._passed = 0
 
     def __len__(self) -> int:
@@ -36,16 +37,23 @@ class WaitingQueue:
     def add(self, state: RequestState) -> None:
         insort(self._sorted, (self._key(state), state))
         self.num_preempted += state.preempted
+        self.num_tokens += state.max_len
 
     def remove(self, state: RequestState) -> None:
         index = bisect_left(self._sorted, (self._key(state),))
         assert self._sorted[index][1] is state
         del self._sorted[index]
         self.num_preempted -= state.preempted
+        self.num_tokens -= state.max_len
         self._passed = self._passed + 1 if index else 0
 
     def _key(self, state: RequestState) -> tuple[int, ...]:
         return state.key if self._policy == "priority" else (not state.preempted, *state.key)
+
+    @property
+    def ends(self) -> tuple[RequestState, RequestState]:
+        """The first and the last."""
+        return self._sorted[0][1], self._sorted[-1][1]
 
     def candidates(self, match: Callable[[RequestState], int]) -> Iterator[RequestState]:
         """Requests in the order in which to admit them; the caller removes each before it asks for the next.
