@@ -51,6 +51,8 @@ class _Ready:
 class _NoDevice:
     """A stream without a device."""
 
+    busy_s = 0.0
+
     def submit(self, work: Callable[[], Any]) -> _Ready:
         return _Ready(work())
 
@@ -98,7 +100,7 @@ def build(run_dir: Path, max_batch_tokens: int, metrics: bool) -> tuple[EngineLo
     runner = _HostRunner(state, NullExecutor(state, 1000, 1000), _NoDevice())
     inbox = InprocChannel()
     outbox = ZmqSender(zmq.Context.instance(), run_dir, "detokenizer")
-    meter = StepMeter(Feed(lambda _: True)) if metrics else None
+    meter = StepMeter(Feed(lambda _: True), runner) if metrics else None
     return EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0, meter=meter), scheduler, inbox
 
 

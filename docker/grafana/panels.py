@@ -103,6 +103,8 @@ RESPONSES = "mizzen_http_responses_total"
 SERVER_ERROR = f'{INFERENCE},status=~"5.."'
 FAILED = f"{rate(RESPONSES, matchers=SERVER_ERROR)} / {rate(RESPONSES, matchers=INFERENCE)}"
 
+BY_GPU, GPU = "max by (instance, rank, gpu)", "{{instance}} rank {{rank}}, GPU {{gpu}}"
+
 GOOD_IF_HIGH = ((0, "red"), (0.95, "orange"), (0.99, "green"))
 GOOD_IF_LOW = ((0, "green"), (0.01, "orange"), (0.05, "red"))
 YES_IS_GOOD = ((0, "red"), (1, "green"))
@@ -354,6 +356,50 @@ ENGINE = Dashboard(
                     "Near or over 1 the host is what limits the steps: overlap cannot hide it.",
                     (Query(f"{rate(HOST + '_sum')} / {rate(STEP + '_sum')}", "host / device"),),
                     "percentunit",
+                ),
+                Panel(
+                    "Device busy",
+                    "Share of time in which rank 0's device is in a step. Below 1 under load, it waits for the host.",
+                    (Query(rate("mizzen_device_busy_seconds_total", "instance"), "{{instance}}"),),
+                    "percentunit",
+                    maximum=1,
+                ),
+                Panel(
+                    "Steps by executor",
+                    "CUDA graphs of decode or mixed steps; eager: steps that fit no graph, and all on the CPU.",
+                    (Query(f"{rate('mizzen_steps_total', 'executor')} > 0", "{{executor}}"),),
+                    stacked=True,
+                ),
+            ),
+        ),
+        Row(
+            "GPUs",
+            (
+                Panel(
+                    "GPU memory",
+                    "In use, by whatever process. By NVML; nothing without it.",
+                    (Query(f"{BY_GPU} (mizzen_gpu_memory_used_bytes{{@}})", GPU),),
+                    "bytes",
+                ),
+                Panel(
+                    "GPU memory in use",
+                    "Share of all.",
+                    (
+                        Query(
+                            f"{BY_GPU} (mizzen_gpu_memory_used_bytes{{@}})"
+                            f" / {BY_GPU} (mizzen_gpu_memory_capacity_bytes{{@}})",
+                            GPU,
+                        ),
+                    ),
+                    "percentunit",
+                    maximum=1,
+                ),
+                Panel(
+                    "GPU utilization",
+                    "Share of time in which any kernel runs, of whatever process; not how much of the GPU it uses.",
+                    (Query(f"{BY_GPU} (mizzen_gpu_utilization_ratio{{@}})", GPU),),
+                    "percentunit",
+                    maximum=1,
                 ),
             ),
         ),

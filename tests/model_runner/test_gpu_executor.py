@@ -1,5 +1,6 @@
 """CUDA graphs against eager steps: the same tokens for every kind of row, all in one batch."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ def _gpu() -> None:
 
 def run(kinds: tuple[str, ...], dtype: torch.dtype, *, graphs: bool) -> list[SampledTokens]:
     """A step of prompts, which is mixed, then decode steps."""
+    runner, requests = make_runner(kinds, dtype, graphs=graphs), Requests(kinds)
+    handles = [runner.enqueue(requests.next_step()) for _ in range(STEPS)]
+    return [handle.result() for handle in handles]
+
+
+def make_runner(kinds: tuple[str, ...], dtype: torch.dtype, *, graphs: bool) -> ModelRunner:
     from mizzen.model_runner.graphs import GraphExecutor, GraphLimits
     from mizzen.platform.cuda import CudaPlatform
 
     platform = CudaPlatform(0)
-    state, requests = make_state(platform, len(kinds)), Requests(kinds)
+    state = make_state(platform, len(kinds))
     model, attention = Bigrams(dtype, platform.device), NoAttention()
     executor: Executor = EagerExecutor(model, attention, state)
     if graphs:
@@ -47,16 +54,27 @@ def run(kinds: tuple[str, ...], dtype: torch.dtype, *, graphs: bool) -> list[Sam
         made = GraphExecutor(model, attention, state, NoEager(), page_size=PAGE, limits=limits)
         made.capture(lambda fraction, detail: None)
         executor = made
-    runner = ModelRunner(state, executor, platform.make_stream())
+    return ModelRunner(state, executor, platform.make_stream())
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_are_counted_by_what_ran_them_and_their_time_on_the_device_is_known(graphs: bool) -> None:
+    runner, requests = make_runner(PLAIN, torch.bfloat16, graphs=graphs), Requests(PLAIN)
+    assert (sum(runner.steps.values()), runner.busy_s) == (0, 0.0)  # warm-ups and captures are no steps
+    begun_s = time.perf_counter()
     handles = [runner.enqueue(requests.next_step()) for _ in range(STEPS)]
-    return [handle.result() for handle in handles]
+    for handle in handles:
+        handle.result()
+    assert 0 < runner.busy_s <= time.perf_counter() - begun_s
+    expected = {"mixed_graph": 1, "decode_graph": STEPS - 1, "eager": 0} if graphs else {"eager": STEPS}
+    assert runner.steps == expected
 
 
 class NoEager(EagerExecutor):
     """Every step must fit a graph."""
 
     def __init__(self) -> None:
-        pass
+        self.steps = {"eager": 0}
 
     def run(self, step: object) -> Any:
         raise AssertionError("a step that fits no graph")

@@ -96,16 +96,16 @@ def test_a_feed_sends_differences_and_keeps_what_could_not_be_sent() -> None:
         return up
 
     feed = Feed(send, clock=Clock())
-    feed.counter("mizzen_steps_total").add(3)
+    feed.counter("mizzen_preemptions_total").add(3)
     feed.histogram("mizzen_step_tokens").observe(1)
     feed.flush()
     up = True
-    feed.counter("mizzen_steps_total").add(2)
+    feed.counter("mizzen_preemptions_total").add(2)
     feed.flush()
     feed.flush()
     assert [samples.counters for samples in sent] == [
-        [("mizzen_steps_total", (), 5.0)],
-        [("mizzen_steps_total", (), 0)],
+        [("mizzen_preemptions_total", (), 5.0)],
+        [("mizzen_preemptions_total", (), 0)],
     ]
     assert [len(samples.histograms) for samples in sent] == [1, 0]
 
@@ -123,7 +123,7 @@ def test_a_metric_with_wrong_labels_or_kind_is_a_bug_where_it_is_made() -> None:
     with pytest.raises(AssertionError):
         feed.counter("mizzen_requests_finished_total")
     with pytest.raises(AssertionError):
-        feed.gauge("mizzen_steps_total")
+        feed.gauge("mizzen_preemptions_total")
     with pytest.raises(KeyError):
         feed.counter("mizzen_unheard_of_total")
 

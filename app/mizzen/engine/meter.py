@@ -6,6 +6,8 @@ that time the device may already run the next step (overlap), or wait.
 
 import time
 from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -14,17 +16,30 @@ from mizzen.observability.feed import Feed, Histogram
 from mizzen.scheduler.output import SchedulerOutput
 
 
+class Runner(Protocol):
+    """What a ModelRunner knows of its work: both grow."""
+
+    @property
+    def steps(self) -> Mapping[str, int]: ...
+
+    @property
+    def busy_s(self) -> float: ...
+
+
 class StepMeter:
     """``enqueued``, ``begin_wait`` and ``result`` for each step, ``woke`` when the idle loop got a message."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, runner: Runner) -> None:
         self._feed = feed
+        self._runner = runner
+        self._last_steps: dict[str, int] = {}
+        self._last_busy_s = 0.0
         # in the order of the columns of what is noted
         self._histograms = [
             feed.histogram(name)
             for name in ("mizzen_step_duration_seconds", "mizzen_step_host_time_seconds", "mizzen_step_tokens")
         ]
-        self._steps = feed.counter("mizzen_steps_total")
+        self._busy = feed.counter("mizzen_device_busy_seconds_total")
         self._preemptions = feed.counter("mizzen_preemptions_total")
         self._queries = feed.counter("mizzen_prefix_cache_queries_total")
         self._hits = feed.counter("mizzen_prefix_cache_hits_total")
@@ -57,14 +72,19 @@ class StepMeter:
         self._result_s = self._busy_s = now
 
     def report(self, load: Load) -> None:
-        """Sends what was noted, and how ``load`` differs from the last one."""
+        """Sends what was noted, and how ``load`` and what the runner has done differ from the last time."""
         if self._noted:
             columns = np.array(self._noted).T
             self._noted = []
             for histogram, values in zip(self._histograms, columns, strict=True):
                 _observe_all(histogram, values)
         last, self._last = self._last, load
-        self._steps.add(load.steps - last.steps)
+        for executor, steps in self._runner.steps.items():
+            self._feed.counter("mizzen_steps_total", executor).add(steps - self._last_steps.get(executor, 0))
+            self._last_steps[executor] = steps
+        busy_s = self._runner.busy_s
+        self._busy.add(busy_s - self._last_busy_s)
+        self._last_busy_s = busy_s
         self._preemptions.add(load.preemptions - last.preemptions)
         self._queries.add(load.prefix_queries - last.prefix_queries)
         self._hits.add(load.prefix_hits - last.prefix_hits)

@@ -129,7 +129,7 @@ def _lead(child: Child, built: Rank) -> None:
     progress = ProgressLine(child.config.log.interval_s)
     meter = None
     if child.config.metrics.enabled:
-        meter = StepMeter(Feed(MetricsSender(child.context, child.run_dir).send))
+        meter = StepMeter(Feed(MetricsSender(child.context, child.run_dir).send), built.runner)
 
     def beat() -> None:
         if child.control.beat_due():

@@ -9,7 +9,7 @@ Behind each step's graph runs one of the sampler's, by what the step's rows ask 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class _Graph:
     tokens: Tensor  # [S] int32
     held: tuple[Tensor, ...]  # what the graph reads and writes besides: memory that must not serve anything else
     planning: DecodeGraph | None = None  # where attention is planned on the host as well
+    replays: int = 0
 
 
 class GraphExecutor:
@@ -138,12 +139,18 @@ class GraphExecutor:
 
     # ---- running ----
 
+    @property
+    def steps(self) -> Mapping[str, int]:
+        graphs = {"decode_graph": self._decode, "mixed_graph": self._mixed}
+        return {name: sum(graph.replays for graph in of.values()) for name, of in graphs.items()} | self._eager.steps
+
     def run(self, step: PreparedStep) -> Sampled:
         graph = self._fill_graph(step)
         if graph is None:
             return self._eager.run(step)
         count = len(step.output_index)
         graph.forward.replay()
+        graph.replays += 1
         logits, tokens = graph.logits[:count], graph.tokens[:count]
         if step.changed_rows is None or len(step.changed_rows) < count:
             graph.samplers[self._sampler.variant(step.draw)].replay()

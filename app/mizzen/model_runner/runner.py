@@ -3,6 +3,7 @@
 Sampled tokens stay on the device and feed the next step there; the host learns them from the step's handle.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +34,10 @@ class CausalModel(Protocol):
 class Executor(Protocol):
     """How the device's part of a step is run."""
 
+    @property
+    def steps(self) -> Mapping[str, int]:
+        """Steps run so far, by the name of what ran them."""
+
     def run(self, step: PreparedStep) -> Sampled:
         """Applies the step to the state, computes it, and stores the sampled tokens."""
 
@@ -51,8 +56,10 @@ class EagerExecutor:
         self._attention = attention
         self._state = state
         self._sample = annotate("sampler", sampler_for(model.shard))
+        self.steps = {"eager": 0}
 
     def run(self, step: PreparedStep) -> Sampled:
+        self.steps["eager"] += 1
         arrays = self._state.upload(step)
         self._state.apply(step, arrays)
         batch = self._state.batch(step, arrays)
@@ -72,8 +79,10 @@ class NullExecutor:
     def __init__(self, state: BatchState, first_token: int, num_tokens: int) -> None:
         self._state = state
         self._first, self._num = first_token, num_tokens
+        self.steps = {"null": 0}
 
     def run(self, step: PreparedStep) -> Sampled:
+        self.steps["null"] += 1
         arrays = self._state.upload(step)
         self._state.apply(step, arrays)
         inputs = self._state.sampling_inputs(step, arrays)
@@ -103,7 +112,8 @@ class RunnerHandle:
 
 
 class ModelRunner:
-    """One rank's runner. ``enqueue`` must be given every step, in order."""
+    """One rank's runner. ``enqueue`` must be given every step, in order. ``steps``: as the executor counts them;
+    ``busy_s``: what they took on the device."""
 
     def __init__(
         self, state: BatchState, executor: Executor, stream: Stream, annotate: Annotate = without_name
@@ -111,6 +121,14 @@ class ModelRunner:
         self._prepare = annotate("prepare", state.prepare)
         self._executor = executor
         self._stream = stream
+
+    @property
+    def steps(self) -> Mapping[str, int]:
+        return self._executor.steps
+
+    @property
+    def busy_s(self) -> float:
+        return self._stream.busy_s
 
     def enqueue(self, output: SchedulerOutput) -> RunnerHandle:
         """Prepares the step on the host and gives it to the stream; returns at once."""

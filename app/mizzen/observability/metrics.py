@@ -76,6 +76,7 @@ HOST_BUCKETS = (0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.00075, 0.001, 0.0015, 
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 WAITING_REASONS = ("slots", "kv_pages", "batch_tokens", "preempted")
 PHASES = ("start", "download", "load", "profile", "compile", "capture", "serve", "drain")
+EXECUTORS = ("decode_graph", "mixed_graph", "eager")
 KV_STATES = ("used", "cached", "free")
 
 METRICS: tuple[Metric, ...] = (
@@ -141,7 +142,12 @@ METRICS: tuple[Metric, ...] = (
            "supervisor"),
     Metric("mizzen_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.", "engine"),
     Metric("mizzen_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", "engine"),
-    Metric("mizzen_steps_total", "counter", "Steps of the engine.", "engine"),
+    Metric("mizzen_steps_total", "counter",
+           "Steps of the engine, by what ran them: a CUDA graph of decode steps or of mixed ones, or op by op (eager).",
+           "engine", ("executor",), values=EXECUTORS),
+    Metric("mizzen_device_busy_seconds_total", "counter",
+           "Time that rank 0's device spent in steps, by its own clock, gaps between a step's kernels included. Its"
+           " rate is the share of time in which the device is busy.", "engine"),
     Metric("mizzen_step_tokens", "histogram", "Tokens computed in a step, of prefill and decode together.", "engine",
            buckets=STEP_TOKENS_BUCKETS),
     Metric("mizzen_step_duration_seconds", "histogram",
@@ -163,6 +169,15 @@ METRICS: tuple[Metric, ...] = (
            "supervisor", ("process",)),
     Metric("mizzen_process_heartbeat_age_seconds", "gauge", "Time since the process's main loop last said it is alive.",
            "supervisor", ("process",)),
+    # ---- GPUs, by rank: only where NVML is ----
+    Metric("mizzen_gpu_memory_used_bytes", "gauge",
+           "Memory of a rank's GPU that is in use, by whatever process, as NVML says; gpu is NVML's number of it.",
+           "metrics", ("rank", "gpu")),
+    Metric("mizzen_gpu_memory_capacity_bytes", "gauge", "All memory of a rank's GPU, as NVML says.", "metrics",
+           ("rank", "gpu")),
+    Metric("mizzen_gpu_utilization_ratio", "gauge",
+           "Share of NVML's last sampling period (up to 1 s) in which any kernel ran on a rank's GPU, 0 to 1; not how"
+           " much of the GPU was used.", "metrics", ("rank", "gpu")),
     # ---- information ----
     Metric("mizzen_build_info", "gauge", "1; what is running.", "metrics", ("version", "python")),
     Metric("mizzen_config_info", "gauge", "1; the settings that matter most to performance.", "metrics",

@@ -4,13 +4,17 @@
 counters; requests never wait for it, and readiness does not ask for it.
 """
 
+import queue
+import threading
+
 import zmq
 
 from mizzen.ipc.channels import ZmqReceiver, address, configure
 from mizzen.ipc.messages import Shutdown
 from mizzen.ipc.process import BEAT_INTERVAL_S, Child, child_process
 from mizzen.observability.exposition import Merged
-from mizzen.observability.feed import METRICS, QUERY, Samples
+from mizzen.observability.feed import METRICS, QUERY, Feed, Samples
+from mizzen.observability.gpus import watch_gpus
 
 
 def run(child: Child) -> None:
@@ -23,6 +27,15 @@ def run(child: Child) -> None:
     poller = zmq.Poller()
     for socket in (inbox.socket, query, child.control.socket):
         poller.register(socket, zmq.POLLIN)
+    of_gpus: queue.SimpleQueue[Samples] = queue.SimpleQueue()
+    engine = child.config.engine
+    if engine.device == "cuda":
+
+        def put(samples: Samples) -> bool:
+            of_gpus.put(samples)
+            return True
+
+        threading.Thread(target=watch_gpus, args=(Feed(put), engine.tensor_parallel_size), daemon=True).start()
     child.control.ready()
     messages = 0
     while not any(isinstance(message, Shutdown) for message in child.control.poll()):
@@ -32,6 +45,8 @@ def run(child: Child) -> None:
             assert isinstance(samples, Samples)
             merged.add(samples)
             messages += 1
+        while not of_gpus.empty():
+            merged.add(of_gpus.get())
         askers = []
         while query.poll(0):
             *route, _ = query.recv_multipart()

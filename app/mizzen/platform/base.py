@@ -35,6 +35,10 @@ class StepHandle(Protocol):
 
 
 class Stream(Protocol):
+    @property
+    def busy_s(self) -> float:
+        """What the device took for all work whose result was waited for, by the device's clock."""
+
     def submit(self, work: Callable[[], Outputs]) -> StepHandle: ...
 
     def close(self) -> None:

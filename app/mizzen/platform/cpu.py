@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +18,8 @@ DEFAULT_KV_BYTES = 2**30  # a host has other work: the KV cache takes no more un
 class CpuHandle:
     """The result of one piece of work on the worker thread."""
 
-    def __init__(self, work: Callable[[], Outputs]) -> None:
+    def __init__(self, stream: "CpuStream", work: Callable[[], Outputs]) -> None:
+        self._stream = stream
         self._work: Callable[[], Outputs] | None = work
         self._done = threading.Event()
         self._result: list[Array | None] = []
@@ -25,10 +27,12 @@ class CpuHandle:
 
     def run(self) -> None:
         assert self._work is not None
+        begun_s = time.perf_counter()
         try:
             self._result = [None if output is None else output.numpy() for output in self._work()]
         except BaseException as error:  # noqa: BLE001  # handed to whoever waits for the result
             self._error = error
+        self._stream.busy_s += time.perf_counter() - begun_s
         self._work = None  # it holds the step's tensors
         self._done.set()
 
@@ -45,6 +49,7 @@ class CpuHandle:
 
 class CpuStream:
     def __init__(self) -> None:
+        self.busy_s = 0.0
         self._queue: queue.SimpleQueue[CpuHandle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="cpu-stream", daemon=True)
         self._thread.start()
@@ -55,7 +60,7 @@ class CpuStream:
             handle.run()
 
     def submit(self, work: Callable[[], Outputs]) -> StepHandle:
-        handle = CpuHandle(work)
+        handle = CpuHandle(self, work)
         self._queue.put(handle)
         return handle
 

@@ -23,9 +23,11 @@ SEGMENT_BYTES = 2 * 2**20  # torch's allocator rounds large tensors up to these
 class CudaHandle:
     """The outputs of one piece of work, on their way to the host."""
 
-    def __init__(self, outputs: Outputs) -> None:
-        self._host = [None if output is None else _copy_out(output) for output in outputs]
-        self._done = torch.Event("cuda")
+    def __init__(self, stream: "CudaStream", work: Callable[[], Outputs]) -> None:
+        self._stream = stream
+        self._begun, self._done = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        self._begun.record()
+        self._host = [None if output is None else _copy_out(output) for output in work()]
         self._done.record()
 
     def ready(self) -> bool:
@@ -39,6 +41,7 @@ class CudaHandle:
                 raise TimeoutError
             if waited > SPIN_S:
                 time.sleep(SLEEP_S)
+        self._stream.busy_s += self._begun.elapsed_time(self._done) / 1000  # from milliseconds
         return [None if output is None else output.numpy() for output in self._host]
 
 
@@ -50,8 +53,11 @@ def _copy_out(output: Tensor) -> Tensor:
 class CudaStream:
     """The thread's current stream: ``submit`` runs the work on the host at once, which enqueues it on the device."""
 
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+
     def submit(self, work: Callable[[], Outputs]) -> StepHandle:
-        return CudaHandle(work())
+        return CudaHandle(self, work)
 
     def close(self) -> None:
         torch.cuda.current_stream().synchronize()
