@@ -209,6 +209,17 @@ def test_a_request_that_is_wrong_is_no_error_of_ours(service: Traced) -> None:
     assert trace.server.status == UNSET
 
 
+def test_a_request_that_the_tokenizer_refuses_was_with_it_until_then(service: Traced) -> None:
+    answer, trace = service.post("/v1/completions", prompt=[5] * 20_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert [span.name for span in trace.children] == ["tokenize"]
+    span = trace.one("tokenize")
+    assert trace.server.start_ns < span.start_ns < span.end_ns < trace.server.end_ns
+    assert trace.server.status == UNSET
+    assert "gen_ai.response.id" not in trace.server.attributes
+
+
 def test_what_the_client_does_not_sample_is_not_exported(service: Traced) -> None:
     headers, trace_id = traceparent(sampled=False)
     assert httpx.post(service.server.url + "/v1/chat/completions", json=body(), headers=headers).status_code == 200

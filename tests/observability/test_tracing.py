@@ -91,6 +91,17 @@ def test_a_request_that_ends_in_the_queue_was_queued_until_then() -> None:
     assert spans["server"].status.status_code == StatusCode.ERROR
 
 
+def test_what_the_tokenizer_refused_has_its_span_and_no_other() -> None:
+    record = make_record()
+    record.admit()
+    record.refuse(1000.1, 1000.4)
+    record.status, record.error = 400, InvalidRequest("too long").wire()
+    spans = Spans().of(record)
+    begin, _ = seconds(spans["server"])
+    assert set(spans) == {"server", "tokenize"}
+    assert tuple(round(t - begin, 4) for t in seconds(spans["tokenize"])) == (0.1, 0.4)
+
+
 def test_what_the_engine_did_for_a_client_that_had_left_does_not_stick_out() -> None:
     spans = Spans().of(make_record(Finish("abort", 7, 9, timings=WHOLE), ended_s=1000.45))
     end = seconds(spans["server"])[1]

@@ -39,6 +39,7 @@ class ProgressLine:
         self._interval_s = interval_s
         self._last_s = time.monotonic()
         self._last = Load()
+        self._hit_rate = 0.0  # of the newest interval in which prompts were looked up
 
     def update(self, load: Load) -> None:
         now = time.monotonic()
@@ -46,12 +47,15 @@ class ProgressLine:
             return
         seconds, before = now - self._last_s, self._last
         self._last_s, self._last = now, load
+        if queries := load.prefix_queries - before.prefix_queries:
+            self._hit_rate = (load.prefix_hits - before.prefix_hits) / queries
         if load.steps > before.steps:
             log.info(
                 "engine",
                 running=load.running,
                 waiting=load.waiting,
                 kv_used=f"{load.kv_pages_used / max(1, load.kv_pages_total):.1%}",
+                prefix_hits=f"{self._hit_rate:.1%}",
                 tokens_per_s=round((load.generated_tokens - before.generated_tokens) / seconds, 1),
                 steps_per_s=round((load.steps - before.steps) / seconds, 1),
                 preemptions=load.preemptions - before.preemptions,

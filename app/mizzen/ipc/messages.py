@@ -110,6 +110,8 @@ class RequestAccepted(Message):
 class RequestRefused(Message):
     request_id: str
     error: WireError
+    tokenize_s: float | None = None  # when the tokenizer began with it, and when it refused it
+    tokenized_s: float | None = None
 
 
 class ChoiceStarted(msgspec.Struct, omit_defaults=True):

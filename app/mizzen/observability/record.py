@@ -43,6 +43,7 @@ class InferenceRecord:
     prompts: list[Prompt] | None = None  # only if MIZZEN_TRACE_CONTENT
     admitted: bool = False  # it was sent on its way, not refused with 429 or 503
     response_id: str | None = None  # the body's "id", once admitted
+    refused_after: tuple[float, float] | None = None  # the tokenizer began with it, and refused it
     accepted_s: float | None = None  # the tokenizer's word, or the first text
     prompt_tokens: list[int] = field(default_factory=list)  # per prompt, once accepted
     first_output_s: float | None = None  # the first delta of any choice arrived at the api
@@ -124,6 +125,12 @@ class RequestRecord:
         assert self.inference is not None
         self.inference.accepted_s = self.inference.accepted_s or time.monotonic()
         self.inference.prompt_tokens = prompt_tokens
+
+    def refuse(self, tokenize_s: float | None, tokenized_s: float | None) -> None:
+        """The tokenizer did, after it had tried from the one time to the other."""
+        assert self.inference is not None
+        if tokenize_s is not None and tokenized_s is not None:
+            self.inference.refused_after = (tokenize_s, tokenized_s)
 
     def output(self, delta: Delta) -> None:
         """A delta that the client gets."""

@@ -93,6 +93,8 @@ def _stages(
 ) -> Iterator[tuple[str, float, float, Mapping[str, Attribute] | None]]:
     """Name, begin, end and attributes. What had begun when the request ended, lasted until then."""
     finishes = [inference.finishes[index] for index in sorted(inference.finishes)[:MAX_CHOICES]]
+    if inference.refused_after is not None:
+        yield "tokenize", *inference.refused_after, None
     if finishes and (first := finishes[0].timings).tokenize_s is not None and first.tokenized_s is not None:
         yield "tokenize", first.tokenize_s, first.tokenized_s, None
     for index, finish in zip(sorted(inference.finishes), finishes, strict=False):

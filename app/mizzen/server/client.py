@@ -298,8 +298,10 @@ class EngineClient:
             case RequestRefused():
                 self._aborted.pop(message.request_id, None)
                 if left := self._last_words.pop(message.request_id, None):
+                    left[1].refuse(message.tokenize_s, message.tokenized_s)
                     left[1].engine_done()
                 if answer := self._answers.get(message.request_id):
+                    answer.record.refuse(message.tokenize_s, message.tokenized_s)
                     self._end(answer, message.error, abort=False)
             case _:
                 log.error("unexpected message", kind=type(message).__name__)

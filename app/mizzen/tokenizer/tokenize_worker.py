@@ -112,11 +112,11 @@ def answer_request(tokenize: Tokenize, request: TokenizeRequest) -> Answer:
     try:
         generate, accepted = tokenize(request)
     except RequestError as error:
-        return [], RequestRefused(request.request_id, error.wire())
+        return [], RequestRefused(request.request_id, error.wire(), started_s, time.monotonic())
     except Exception:  # a bug met by one request must not end the others: it is logged and refused
         log.exception("tokenizing failed", request_id=request.request_id)
         failed = RequestFailed("The server failed to tokenize the request")
-        return [], RequestRefused(request.request_id, failed.wire())
+        return [], RequestRefused(request.request_id, failed.wire(), started_s, time.monotonic())
     ended_s = time.monotonic()
     for choice in generate:
         choice.tokenize_s, choice.tokenized_s = started_s, ended_s
