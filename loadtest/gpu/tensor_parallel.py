@@ -31,8 +31,8 @@ from typing import Any
 from loadtest.offline import environment, parse_setting
 
 TOKENS_MODEL = "qwen3-0.6b"
-OFFLINE_SETTINGS = ("page_size=64", "scheduling_policy=longest-output", "max_batch_tokens=256")
-ONE_RANK = {"qwen3-14b": "loadtest/results/offline-14b-lof256.json"}  # measured before, for the scaling
+OFFLINE_SETTINGS = ("page_size=64", "scheduling_policy=longest-output")
+ONE_RANK = {"qwen3-14b": "loadtest/results/offline-14b-lof.json"}  # measured before, for the scaling
 REQUESTS, LONGEST, ANSWER, VOCABULARY = 24, 768, 64, 10_000  # of tokens
 DEATH_AFTER_S, DEATH_LIMIT_S = 2.0, 20.0
 
