@@ -66,3 +66,12 @@ def test_without_a_working_compiler_the_twin_serves(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     assert load_match_keys(tmp_path) is match_length_reference
+
+
+def test_an_image_that_has_it_compiled_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = key_compare._compiler()
+    monkeypatch.setattr(key_compare, "PREBUILT", tmp_path / "prebuilt")
+    key_compare._compile(compiler, key_compare.PREBUILT / key_compare._library_name())
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    assert load_match_keys(tmp_path / "cache") is not match_length_reference
+    assert not (tmp_path / "cache").exists()

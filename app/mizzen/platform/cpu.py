@@ -85,7 +85,9 @@ class CpuPlatform:
         return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
 
     def kv_budget_bytes(self, memory_fraction: float) -> int:
-        return min(DEFAULT_KV_BYTES, int(self.free_memory_bytes() * memory_fraction))
+        # Half of what is free: steps are not measured here (peak_bytes), and under a container's limit they and the
+        # other processes are killed for what the KV cache took too much (seen with 2 GB and SmolLM2-135M).
+        return min(DEFAULT_KV_BYTES, int(self.free_memory_bytes() * memory_fraction / 2))
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Not measured: the budget is far from the host's memory."""
