@@ -4,6 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -77,7 +78,21 @@ def test_an_alert_has_a_severity_texts_and_a_section_in_the_runbook(name: str) -
     for rule in (rule for rule in ALERTS if rule["alert"] == name):
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+        assert rule["annotations"]["runbook_url"] == "{{ $externalLabels.runbook }}#" + name.lower()
+
+
+def test_alerts_link_to_the_runbook_at_an_absolute_address_written_once() -> None:
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    address = urlsplit(config["global"]["external_labels"]["runbook"])
+    assert address.scheme == "https"
+    assert address.netloc
+    assert (ROOT / address.path.lstrip("/")).exists()
+
+
+def test_alerts_go_to_an_alertmanager() -> None:
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    (alertmanager,) = config["alerting"]["alertmanagers"]
+    assert alertmanager["static_configs"] == [{"targets": ["alertmanager:9093"]}]
 
 
 def test_the_runbook_names_alerts_metrics_settings_and_panels_that_exist() -> None:
