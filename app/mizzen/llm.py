@@ -32,6 +32,7 @@ from mizzen.ipc.messages import (
     ChatPrompt,
     Delta,
     GenerateRequest,
+    Phase,
     Prompt,
     StepOutput,
     TextPrompt,
@@ -46,6 +47,8 @@ from mizzen.tokenizer.chat_template import load_chat_template
 from mizzen.tokenizer.detokenizer import Detokenizer
 from mizzen.tokenizer.hf import HFTokenizer
 from mizzen.tokenizer.tokenize import Tokenize
+
+START_BAR = "Starting: {percentage:3.0f}%|{bar}| {desc} [{elapsed}]"
 
 Message = Mapping[str, Any]
 
@@ -110,7 +113,14 @@ class LLM:
                 all_reduce=engine.all_reduce,
                 nvlink_multicast=engine.nvlink_multicast,
             )
-        rank = build_rank(engine, self._info, platform, self._group, lambda _phase, _fraction, _detail: None)
+        with tqdm(total=100, unit="%", bar_format=START_BAR, disable=None) as bar:  # None: off where nobody looks
+
+            def report(phase: Phase, fraction: float, detail: str) -> None:
+                bar.set_description_str(f"{phase} {detail}".rstrip(), refresh=False)
+                bar.n = round(100 * fraction)
+                bar.refresh()
+
+            rank = build_rank(engine, self._info, platform, self._group, report)
         self.max_model_len = rank.info.max_model_len
         return EngineLoop(
             build_scheduler(engine, rank),

@@ -27,7 +27,7 @@ class MeasuredPlatform(CpuPlatform):
     def __init__(self, total: int, peak: int, slack: int = 0) -> None:
         super().__init__(threads=1)
         self._total, self._peak = total, peak
-        self.allocation_slack_bytes = slack
+        self.allocation_slack_bytes, self.graph_rows = slack, 0
         self.held: object = None
 
     def kv_budget_bytes(self, memory_fraction: float) -> int:

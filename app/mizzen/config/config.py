@@ -74,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig
     scheduler: SchedulerConfig
     model: ModelConfigSource
-    graph_rows: int = 0  # the largest decode-only batch with a CUDA graph; 0: no graphs
+    graph_rows: int | None = 0  # the largest decode-only batch with a CUDA graph; 0: no graphs, None: as the GPU is
     graph_mixed_tokens: int = 0  # likewise of tokens in steps that prefill too
     kernels_off: tuple[str, ...] = ()  # fused kernels to replace by their torch twins
     all_reduce: AllReduce = "auto"  # auto: symmetric memory where the GPUs can map each other's

@@ -246,10 +246,10 @@ def running_requests(settings: Settings, device: str) -> int:
     return min(64 if device == "cpu" else 256, batch_tokens(settings, device))
 
 
-def graph_rows(settings: Settings, device: str) -> int:
+def graph_rows(settings: Settings, device: str) -> int | None:
     if device == "cpu":
         return 0
-    return 256 if settings.cuda_graph_rows == "auto" else settings.cuda_graph_rows
+    return None if settings.cuda_graph_rows == "auto" else settings.cuda_graph_rows
 
 
 def graph_mixed_tokens(settings: Settings, device: str) -> int:

@@ -132,7 +132,10 @@ class Settings(BaseSettings):
         1, "Engine", "Steps that the host runs ahead of the device; 0 turns overlap off.", ge=0, le=4
     )
     cuda_graph_rows: Annotated[int, Ge(0), Le(1024)] | Auto = _setting(
-        "auto", "Engine", "Largest decode batch that runs as a CUDA graph; 0 turns graphs off, auto is 256."
+        "auto",
+        "Engine",
+        "Largest decode batch that runs as a CUDA graph; 0 turns graphs off, auto is 256 on a GPU of 120 GiB or more,"
+        " else 160.",
     )
     cuda_graph_mixed_tokens: Annotated[int, Ge(0), Le(65_536)] | Auto = _setting(
         "auto",

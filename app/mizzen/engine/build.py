@@ -199,11 +199,12 @@ class _Builder:
         if config.nvtx:
             annotate_attention(attention, self.annotate)
         eager = EagerExecutor(network, attention, state, self.annotate)
-        if not config.graph_rows:
+        graph_rows = platform.graph_rows if config.graph_rows is None else config.graph_rows
+        if not graph_rows:
             return eager
         from mizzen.model_runner.graphs import WARM_UPS, GraphExecutor, GraphLimits  # needs Triton
 
-        limits = GraphLimits(min(config.graph_rows, rows), config.graph_mixed_tokens, rows)
+        limits = GraphLimits(min(graph_rows, rows), config.graph_mixed_tokens, rows)
         graphs = GraphExecutor(
             network,
             attention,

@@ -61,6 +61,10 @@ class Platform(Protocol):
         """What the KV cache, and what else is allocated from now on, may take by default."""
 
     @property
+    def graph_rows(self) -> int:
+        """The largest decode-only batch that is worth a CUDA graph, and the memory that it holds; 0 without graphs."""
+
+    @property
     def allocation_slack_bytes(self) -> int:
         """The most that a large tensor takes beyond its size."""
 

@@ -75,7 +75,7 @@ class CpuPlatform:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self.device = torch.device("cpu")
-        self.allocation_slack_bytes = 0
+        self.allocation_slack_bytes = self.graph_rows = 0
 
     def make_stream(self) -> Stream:
         return CpuStream()

@@ -18,6 +18,7 @@ ALIGNMENT = 16  # bytes, of each array in an upload
 SPIN_S = 0.002  # a result this close is waited for without sleeping
 SLEEP_S = 50e-6
 SEGMENT_BYTES = 2 * 2**20  # torch's allocator rounds large tensors up to these
+LARGE_GPU_BYTES = 120 << 30  # an H200 has 139 GiB, an H100 79
 
 
 class CudaHandle:
@@ -70,6 +71,8 @@ class CudaPlatform:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         self.allocation_slack_bytes = SEGMENT_BYTES
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        self.graph_rows = 256 if total >= LARGE_GPU_BYTES else 160
 
     def make_stream(self) -> Stream:
         return CudaStream()
