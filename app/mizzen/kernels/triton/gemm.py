@@ -52,11 +52,11 @@ def config_for(rows: int, outputs: int, size: int, multiprocessors: int, *, gate
     splits = 1
     if not gated:
         fitting = range(1, min(multiprocessors // programs, size // (2 * block_k), 8) + 1)
-        splits = max(count for count in fitting if size % (block_k * count) == 0)
+        splits = max((count for count in fitting if size % (block_k * count) == 0), default=1)
     return GemmConfig(block_t, block_n, block_k, splits=splits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else a step of a new size might have to wait for the compiler
 def _gemm_kernel(
     x,
     w,
