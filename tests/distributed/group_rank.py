@@ -2,10 +2,12 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
-from mizzen.distributed.group import make_group
+from mizzen.distributed.group import ProcessGroup, TorchGroup, make_group
 
 RANK, SIZE = int(sys.argv[1]), int(sys.argv[2])
 
@@ -25,11 +27,27 @@ def main() -> None:
         part = source.chunk(SIZE, dim)[RANK]
         assert torch.equal(group.all_gather(part, dim), source), dim
 
+    check_that_ranks_share_memory_together_or_not_at_all(group)
     group.barrier()
     group.close()
     again = make_group(RANK, SIZE, Path(f"{sys.argv[3]}-again"), device=torch.device("cpu"), timeout_s=60)
     assert again.min_int(RANK) == 0, "a closed group leaves room for another"
     again.close()
+
+
+def check_that_ranks_share_memory_together_or_not_at_all(group: ProcessGroup) -> None:
+    """GPU 0 reaches all others, these nobody: rank 0 must not wait for the others to map memory with it."""
+    assert isinstance(group, TorchGroup)
+    reach = mock.patch("torch.cuda.can_device_access_peer", lambda rank, peer: rank == 0)
+    made = mock.Mock(return_value=SimpleNamespace(view=lambda *shape: "a buffer"))
+    symmetric = mock.patch.dict(sys.modules, {"mizzen.distributed.symmetric": SimpleNamespace(SymmetricSums=made)})
+    with reach, symmetric, mock.patch.object(group, "_symmetric", True):
+        group.reserve_sums(64)
+        assert not made.called
+        assert group.sum_buffer(2, 2, torch.float32) is None
+        with mock.patch("torch.cuda.can_device_access_peer", return_value=True):
+            group.reserve_sums(64)
+        assert group.sum_buffer(2, 2, torch.float32) == "a buffer"
 
 
 main()

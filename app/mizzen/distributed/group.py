@@ -149,8 +149,10 @@ class TorchGroup:
             return
         from mizzen.distributed.symmetric import SymmetricSums  # its operators need a torch with CUDA
 
-        sums, peers = None, set(range(self._size)) - {self._rank}  # rank r is on GPU r
-        if all(torch.cuda.can_device_access_peer(self._rank, peer) for peer in peers):
+        peers = set(range(self._size)) - {self._rank}  # rank r is on GPU r
+        reached = all(torch.cuda.can_device_access_peer(self._rank, peer) for peer in peers)
+        sums = None
+        if self.min_int(int(reached)):  # the ranks make them together or not at all
             try:
                 sums = SymmetricSums(num_bytes, self._device)
             except RuntimeError as error:
@@ -171,9 +173,10 @@ class TorchGroup:
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         dim %= tensor.dim()
+        tensor = tensor.contiguous()
         parts = tensor.new_empty((self._size * tensor.shape[0], *tensor.shape[1:]))
         with _peers_needed():
-            _gather(parts, tensor.contiguous())
+            _gather(parts, tensor)
         return parts.view(self._size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def min_int(self, value: int) -> int:
