@@ -276,3 +276,15 @@ def test_rows_of_a_few_tokens_are_attended_whole(device: torch.device, prefill_r
     backend.plan(batch)
     out = backend.forward(problem.q, 0).view(problem.q.shape)
     problem.check(out)
+
+
+def test_pages_that_are_no_power_of_two_are_refused_by_their_setting() -> None:
+    from mizzen.attention.base import KVTensors
+    from mizzen.attention.triton import TritonBackend
+    from mizzen.errors import ConfigError
+
+    cpu = torch.device("cpu")
+    kv = KVTensors.allocate(1, 1, 24, 1, 64, torch.float16, cpu)
+    with pytest.raises(ConfigError, match="power of two of tokens, not 24") as caught:
+        TritonBackend(kv, num_heads=1, max_rows=1, max_tokens=1, device=cpu)
+    assert caught.value.setting == "MIZZEN_PAGE_SIZE"

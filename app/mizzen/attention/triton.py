@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mizzen.attention.base import AttentionBackend, Batch, GraphSupport, KVTensors
+from mizzen.errors import ConfigError
 from mizzen.kernels.triton.decode_attention import PagedDecode
 from mizzen.kernels.triton.prefill_attention import PagedPrefill
 from mizzen.kernels.triton.short_rows import ShortRows
@@ -14,12 +15,19 @@ _MAX_SPLIT = 256  # rows that this may add to a step
 
 
 class TritonBackend(AttentionBackend):
-    """Rows of a few tokens go through the decode kernel, rows of more through the prefill kernel."""
+    """Rows of a few tokens go through the decode kernel, rows of more through the prefill kernel.
+
+    Raises ConfigError for a page size that the kernels do not know."""
 
     graph_support = GraphSupport.ALL
 
     def __init__(self, kv: KVTensors, *, num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> None:
         _, page_size, kv_heads, head_dim = kv.k[0].shape
+        if page_size & (page_size - 1):
+            raise ConfigError(
+                f"attention backend 'triton' takes pages of a power of two of tokens, not {page_size}",
+                setting="MIZZEN_PAGE_SIZE",
+            )
         self.kv = kv
         self._has_prefill = False
         self._short_rows = ShortRows(max_rows + _MAX_SPLIT, device)
