@@ -3,6 +3,8 @@
 A kernel launched so may start before the one ahead of it in the stream has ended. Each of ours therefore keeps one
 order: what no kernel writes (weights) may be read at once; ``gdc_wait`` comes before anything else is read or written;
 only then are the next kernel's programs let in. So a kernel that has passed its wait knows all earlier ones finished.
+(Attention also reads its plan at once, which was written before the kernel ahead of it began; decode_attention.py says
+why it waits last beside prefill.)
 """
 
 from functools import cache

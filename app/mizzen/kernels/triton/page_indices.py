@@ -11,7 +11,7 @@ from torch import Tensor
 _BLOCK = 512  # pages that a program copies at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else a step of a new size might have to wait for the compiler
 def _kernel(
     page_table,
     row_slots,

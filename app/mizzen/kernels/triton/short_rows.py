@@ -33,7 +33,7 @@ class ShortRows:
             self._starts,
             rows,
             num_rows,
-            MAX_TOKENS=max_tokens,
+            max_tokens,
             ROWS=max(16, triton.next_power_of_2(rows)),
             PLACES=triton.next_power_of_2(num_rows + 1),
             num_warps=8,
@@ -41,7 +41,7 @@ class ShortRows:
         return self._slots[:num_rows], self._lens[:num_rows], self._starts[: num_rows + 1]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places"])
+@triton.jit(do_not_specialize=["num_rows", "num_places", "max_tokens"])
 def _kernel(
     row_slots,
     seq_lens,
@@ -51,7 +51,7 @@ def _kernel(
     starts_out,
     num_rows,
     num_places,
-    MAX_TOKENS: tl.constexpr,
+    max_tokens,
     ROWS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
@@ -61,10 +61,10 @@ def _kernel(
     length = tl.load(seq_lens + row, mask=inside, other=0)
     start = tl.load(query_start + row, mask=inside, other=0)
     tokens = tl.load(query_start + row + 1, mask=inside, other=0) - start
-    short = (tokens > 1) & (tokens <= MAX_TOKENS)
+    short = (tokens > 1) & (tokens <= max_tokens)
     parts = tl.where(inside, tl.where(short, tokens, 1), 0)
     first = tl.cumsum(parts, 0) - parts
-    for part in tl.static_range(MAX_TOKENS):
+    for part in tl.range(0, max_tokens):
         exists = part < parts
         tl.store(slots_out + first + part, slot, mask=exists)
         tl.store(lens_out + first + part, tl.where(short, length - tokens + part + 1, length), mask=exists)
