@@ -12,15 +12,18 @@ import random
 import statistics
 import subprocess
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from loadtest.figures import percentiles
 from mizzen import LLM, SamplingParams
+from mizzen.kernels.dispatch import Kernels
 
 NUM_REQUESTS = 256
 MAX_INPUT, MAX_OUTPUT = 1024, 1024
 VOCABULARY = 10_000
+ALL_KERNELS = ",".join(field.name for field in fields(Kernels))  # for kernels_off
 
 
 def workload(repetition: int, num_requests: int = NUM_REQUESTS) -> tuple[list[list[int]], list[int]]:
@@ -74,8 +77,9 @@ def environment() -> dict[str, Any]:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; the name may also be the environment variable's."""
     name, _, value = text.partition("=")
-    return name, int(value) if value.lstrip("-").isdigit() else value
+    return name.lower().removeprefix("mizzen_"), int(value) if value.lstrip("-").isdigit() else value
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from loadtest.offline import NUM_REQUESTS, environment, measure, parse_setting, sampling, workload
+from loadtest.offline import ALL_KERNELS, NUM_REQUESTS, environment, measure, parse_setting, sampling, workload
 from mizzen import LLM
 
 BASELINE = "baseline"
@@ -26,7 +26,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "overlap off": {"overlap_depth": 0},
     "graphs off": {"cuda_graph_rows": 0},
     "mixed graphs off": {"cuda_graph_mixed_tokens": 0},
-    "fused kernels off": {"kernels_off": "rms_norm,add_rms_norm,qk_norm_rope_write_kv,silu_mul,linear,gated_linear"},
+    "fused kernels off": {"kernels_off": ALL_KERNELS},
     "own GEMMs off": {"kernels_off": "linear,gated_linear"},
     "add_rms_norm off": {"kernels_off": "add_rms_norm"},
     "qk_norm_rope_write_kv off": {"kernels_off": "qk_norm_rope_write_kv"},

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from loadtest.offline import environment
+from loadtest.offline import environment, parse_setting
 from loadtest.replay import fitting, prepare, read_trace, replay, summary, table
 from loadtest.served import Served, vocabulary
 
@@ -22,11 +22,6 @@ WARM_UP_REQUESTS = 32  # with the first lengths of the trace, at once
 FIELDS = {"temperature": 0.6}
 COUNTERS = ("mizzen_steps_total", "mizzen_preemptions_total", "mizzen_generation_tokens_total",
             "mizzen_prefix_cache_hits_total")  # fmt: skip
-
-
-def parse_setting(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name.lower().removeprefix("mizzen_"), value
 
 
 def counters(served: Served) -> dict[str, float]:

@@ -21,9 +21,8 @@ import numpy as np
 import psutil
 import uvloop
 
-from loadtest.gpu.online import parse_setting
 from loadtest.gpu.soak_checks import MIB, Check, Limits, Sample, Seen, check, memory_table
-from loadtest.offline import environment
+from loadtest.offline import environment, parse_setting
 from loadtest.served import Failed, Served, vocabulary
 from loadtest.streams import CLOSED, COMPLETE, Stream, completion
 

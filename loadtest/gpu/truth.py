@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loadtest.offline import environment
+from loadtest.offline import ALL_KERNELS, environment
 from mizzen import LLM, SamplingParams
 from mizzen.attention.base import Batch, KVTensors
 from mizzen.attention.registry import make_attention
@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks of 64": {**PLAIN, "max_batch_tokens": 64},
     "graphs, chunks of 256": {**GRAPHS, "max_batch_tokens": 256},
     "graphs, batches not mixed": {**GRAPHS, "mixed_batches": False},
-    "torch kernels": {**PLAIN, "kernels_off": "rms_norm,add_rms_norm,qk_norm_rope_write_kv,silu_mul"},
+    "torch kernels": {**PLAIN, "kernels_off": ALL_KERNELS},
 }
 
 
