@@ -57,6 +57,7 @@ class PagedPrefill:
         self._scale = head_dim**-0.5 * 1.4426950408889634  # exp(x) = exp2(x * log2(e))
         self._config = config or PrefillConfig.default(head_dim)
         self._page_table: Tensor
+        self._padded_rows = max(16, triton.next_power_of_2(max_rows))  # for steps of any size: each is compiled anew
         self._num_tiles = 0
         # Of each tile: number in its row (-1: no tile), first token and number of tokens of the row, length, slot.
         self._tiles = torch.zeros((self._tiles_of(max_tokens, max_rows), 8), dtype=torch.int32, device=device)
@@ -83,6 +84,7 @@ class PagedPrefill:
         With PDL, the plan must not be the launch just ahead of the first ``forward``.
         """
         rows = len(seq_lens)
+        assert rows <= self._padded_rows
         self._page_table = page_table
         self._num_tiles = self._tiles_of(num_tokens, rows if max_rows is None else max_rows)
         assert self._num_tiles <= len(self._tiles)
@@ -96,7 +98,7 @@ class PagedPrefill:
             min_tokens,
             GROUP=self._group,
             BLOCK_M=self._config.block_m,
-            ROWS=max(16, triton.next_power_of_2(rows)),
+            ROWS=self._padded_rows,
             TILES=_PLAN_TILES,
             num_warps=8,
         )

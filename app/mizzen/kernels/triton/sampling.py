@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mizzen.kernels.triton.launch import pdl_options, warps_for
-from mizzen.kernels.triton.slots import SampledRows, SlotParams
+from mizzen.kernels.triton.slots import SampledRows, SlotParams, draw_arguments
 from mizzen.kernels.triton.top_k import GROUP, draw_top_k, load_block, min_p_threshold
 from mizzen.kernels.triton.top_p import draw_top_p
 
@@ -352,19 +352,7 @@ def draw(
     num_rows, vocab = logits.shape
     num_blocks = maxima.shape[1]
     _draw_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        rows.slots,
-        rows.seq_lens,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.temperature.stride(0),
-        params.seeds,
-        params.num_prompt_tokens,
-        params.top_k,
-        params.seeds.stride(0),
+        *draw_arguments(logits, rows, params),
         maxima,
         sums,
         rows.token_table,

@@ -34,7 +34,7 @@ class ShortRows:
             rows,
             num_rows,
             max_tokens,
-            ROWS=max(16, triton.next_power_of_2(rows)),
+            ROWS=max(16, triton.next_power_of_2(num_rows)),  # of what few values there are: each is compiled anew
             PLACES=triton.next_power_of_2(num_rows + 1),
             num_warps=8,
         )

@@ -25,3 +25,22 @@ class SampledRows:
     seq_lens: Tensor  # [S] int: tokens known of each row, which is the index of the next one
     token_table: Tensor  # [slots, L] int32: the token goes to [slot, seq_len], where the next step reads it
     out: Tensor  # [S] int32, on the device or pinned on the host
+
+
+def draw_arguments(logits: Tensor, rows: SampledRows, params: SlotParams) -> tuple[Tensor | int, ...]:
+    """What all kernels that draw tokens begin with. logits [S, V]."""
+    return (
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        rows.slots,
+        rows.seq_lens,
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.temperature.stride(0),
+        params.seeds,
+        params.num_prompt_tokens,
+        params.top_k,
+        params.seeds.stride(0),
+    )

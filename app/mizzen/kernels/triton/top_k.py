@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mizzen.distributed.group import ProcessGroup
 from mizzen.kernels.triton.launch import pdl_options
-from mizzen.kernels.triton.slots import SampledRows, SlotParams
+from mizzen.kernels.triton.slots import SampledRows, SlotParams, draw_arguments
 
 MAX_TOP_K = 64
 GROUP = 64  # tokens whose maximum the first pass leaves
@@ -288,25 +288,13 @@ def draw_top_k(
     num_warps: int = 8,
 ) -> None:
     """Draws the rows with a top_k of 1 to 64. group_maxima [S, groups]: of GROUP tokens each; -inf beyond V."""
-    num_rows, vocab = logits.shape
+    num_rows = len(logits)
     num_groups = group_maxima.shape[1]
     chosen_groups = torch.empty((num_rows, MAX_TOP_K), dtype=torch.int32, device=logits.device)
     ids = torch.empty_like(chosen_groups)
     values = torch.empty((num_rows, MAX_TOP_K), dtype=torch.float32, device=logits.device)
     _draw_top_k_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        rows.slots,
-        rows.seq_lens,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.temperature.stride(0),
-        params.seeds,
-        params.num_prompt_tokens,
-        params.top_k,
-        params.seeds.stride(0),
+        *draw_arguments(logits, rows, params),
         group_maxima,
         chosen_groups,
         values,

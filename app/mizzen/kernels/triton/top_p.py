@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mizzen.kernels.triton.launch import pdl_options
-from mizzen.kernels.triton.slots import SampledRows, SlotParams
+from mizzen.kernels.triton.slots import SampledRows, SlotParams, draw_arguments
 from mizzen.kernels.triton.top_k import KEY_BITS, MAX_TOP_K, load_block, min_p_threshold, ordered
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -204,24 +204,12 @@ def draw_top_p(
     num_warps: int = 8,
 ) -> None:
     """Draws the rows with top_k over 64, or with top_p and no top_k. maxima [S, blocks]: of ``block`` logits each."""
-    num_rows, vocab = logits.shape
+    num_rows = len(logits)
     num_blocks = maxima.shape[1]
     kept_sums = torch.empty_like(maxima)
     equal_before = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
     _draw_top_p_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        rows.slots,
-        rows.seq_lens,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.temperature.stride(0),
-        params.seeds,
-        params.num_prompt_tokens,
-        params.top_k,
-        params.seeds.stride(0),
+        *draw_arguments(logits, rows, params),
         maxima,
         kept_sums,
         equal_before,
