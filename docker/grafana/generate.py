@@ -65,8 +65,17 @@ def _options(panel: Panel) -> dict[str, Any]:
             return {
                 "calculate": False,
                 "cellGap": 0,
-                "color": {"mode": "scheme", "scheme": "Turbo", "steps": 64},
+                "color": {
+                    "exponent": 0.5,
+                    "fill": "dark-orange",
+                    "mode": "scheme",
+                    "reverse": False,
+                    "scheme": "Turbo",
+                    "steps": 64,
+                },
+                "exemplars": {"color": "rgba(255,0,255,0.7)"},
                 "legend": {"show": True},
+                "showValue": "never",
                 "tooltip": {"mode": "single"},
                 "yAxis": {"unit": panel.unit},
             }
@@ -74,11 +83,16 @@ def _options(panel: Panel) -> dict[str, Any]:
             return {
                 "colorMode": "value",
                 "graphMode": "none",
+                "justifyMode": "auto",
+                "orientation": "auto",
+                "percentChangeColorMode": "standard",
                 "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+                "showPercentChange": False,
                 "textMode": "auto",
+                "wideLayout": True,
             }
         case "table":
-            return {"showHeader": True}
+            return {"frameIndex": 0, "showHeader": True}
         case "timeseries":
             legend = {"calcs": ["mean", "max"], "displayMode": "table", "placement": "bottom", "showLegend": True}
             return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
@@ -131,7 +145,6 @@ def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
             "allValue": ".*",
             "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
             "datasource": DATASOURCE,
-            "definition": query,
             "includeAll": True,
             "label": label,
             "multi": True,
@@ -144,7 +157,7 @@ def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
 
     datasource = {"label": "Data source", "name": "datasource", "query": "prometheus", "refresh": 1}
     return [
-        {"current": {}, "hide": 0, "includeAll": False, "multi": False, "type": "datasource", **datasource},
+        {"hide": 0, "includeAll": False, "multi": False, "type": "datasource", **datasource},
         *(labels_of(*variable) for variable in dashboard.variables),
     ]
 
@@ -158,7 +171,17 @@ def render(dashboard: Dashboard) -> dict[str, Any]:
         "graphTooltip": 1,  # one crosshair for all panels
         "id": None,
         "links": [
-            {"asDropdown": False, "includeVars": True, "keepTime": True, "tags": ["mizzen"], "type": "dashboards"}
+            {
+                "asDropdown": False,
+                "icon": "external link",
+                "includeVars": True,
+                "keepTime": True,
+                "tags": ["mizzen"],
+                "targetBlank": False,
+                "title": "Mizzen",
+                "tooltip": "",
+                "type": "dashboards",
+            }
         ],
         "panels": _panels(dashboard),
         "refresh": "10s",

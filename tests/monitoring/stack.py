@@ -33,7 +33,7 @@ def tool(name: str) -> str:
     """The program's path; skips the test, naming it, where it is not installed."""
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"no {name}: apt-get install prometheus prometheus-alertmanager")
+        pytest.skip(f"no {name}: apt-get install prometheus prometheus-alertmanager nodejs npm")
     return path
 
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import generate
 import panels
 from mizzen.observability.metrics import METRICS
 from monitoring import promql
+from monitoring.stack import tool
 
 ALL = [pytest.param(dashboard, id=dashboard.name) for dashboard in panels.DASHBOARDS]
 
@@ -90,6 +93,30 @@ def test_panels_have_an_id_a_place_and_a_description_of_their_own(dashboard: pan
         )
         assert apart, (one, other)
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= generate.GRID_WIDTH for panel in rendered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_json_is_valid_by_grafana_s_own_types_which_find_mistakes(tmp_path: Path) -> None:
+    tool("node")
+    tool("npm")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["make", "check-dashboards"], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rendered = generate.render(panels.ENGINE)
+    shown = [panel for panel in rendered["panels"] if panel["type"] == "timeseries"]
+    shown[0]["gridPos"]["width"] = 8
+    shown[1]["options"]["legend"]["placement"] = "left"
+    shown[2]["fieldConfig"]["defaults"]["custom"]["drawStyle"] = 1
+    del shown[3]["type"]
+    rendered["templating"]["list"][1]["kind"] = "query"
+    mistaken = tmp_path / "mistaken.json"
+    mistaken.write_text(json.dumps(rendered))
+    command = ["node", "build/grafana-schema/check.mjs", str(mistaken)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for field in ("width", "placement", "drawStyle", "type", "kind"):
+        assert field in done.stdout, done.stdout
 
 
 def test_each_dashboard_has_variables_for_datasource_model_and_instance() -> None:
