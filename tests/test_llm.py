@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,3 +86,16 @@ def test_three_ranks_generate_what_one_does(smollm2: Path, llm: LLM) -> None:
     with LLM(smollm2, threads=1, max_model_len=512, tensor_parallel_size=3) as ranks:
         together = ranks.generate(prompts, params, use_tqdm=False)
     assert [output.choices[0].token_ids for output in together] == [output.choices[0].token_ids for output in alone]
+
+
+def test_the_other_ranks_end_even_if_this_rank_s_device_has_failed() -> None:
+    """As after a CUDA error, which every later call of CUDA raises again."""
+    llm = object.__new__(LLM)
+    llm._closed = False
+    llm._loop, llm._ranks, llm._group = loop, ranks, group = Mock(), Mock(alive=True), Mock()
+    loop.close.side_effect = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        llm.close()
+    ranks.close.assert_called_once_with()
+    group.abandon.assert_called_once_with()
+    assert not group.close.called

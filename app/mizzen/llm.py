@@ -245,15 +245,20 @@ class LLM:
         self._closed = True
         if self._ranks is None:
             self._loop.close()
-        elif self._ranks.alive:
-            self._loop.close()
+            return
+        in_order = False
+        try:
+            if self._ranks.alive:
+                self._loop.close()
+                in_order = True
+        finally:  # also if this rank's device has failed
             self._ranks.close()
+            if not in_order:
+                self._group.abandon()
+        if in_order:
             del self._loop  # and its CUDA graphs, for which NCCL would wait
             gc.collect()  # they may be in cycles
             self._group.close()
-        else:
-            self._ranks.close()
-            self._group.abandon()
 
     def __enter__(self) -> "LLM":
         return self
