@@ -65,7 +65,7 @@ class Case:
             SlotParams(floats[:, 0], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1], ints[:, 2]),
             **flags,
         )
-        assert torch.equal(self.logits, before)
+        assert torch.allclose(self.logits, before, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(table[slots, self.seq_lens.long()], out)
         assert (table != POISON).sum() == rows
         return out.long()
@@ -262,6 +262,17 @@ def test_logprobs_equal_the_twin(device: torch.device, vocab: int) -> None:
     expected = torch.log_softmax(logits.float(), -1)
     torch.testing.assert_close(chosen, expected[indices, token_ids[indices].long()], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(normalizers, logits[indices].float().logsumexp(-1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of which the interpreter is made
+def test_logits_that_are_all_nan_give_a_token_of_the_vocabulary(device: torch.device) -> None:
+    """Weights that overflow must not make the next step read beyond the embedding."""
+    case = Case.random(torch.full((4, 5000), torch.nan, device=device), (0.0,))
+    case.temperature[1:] = 0.7
+    case.top_k[2] = 5
+    case.top_p[3] = 0.5
+    tokens = case.run(filtered=True)
+    assert ((tokens >= 0) & (tokens < 5000)).all(), tokens.tolist()
 
 
 def test_no_rows_and_pinned_output(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mizzen.kernels.triton.launch import pdl_options, warps_for
 from mizzen.kernels.triton.slots import SampledRows, SlotParams, draw_arguments
-from mizzen.kernels.triton.top_k import GROUP, draw_top_k, load_block, min_p_threshold
+from mizzen.kernels.triton.top_k import GROUP, draw_top_k, in_vocabulary, load_block, min_p_threshold
 from mizzen.kernels.triton.top_p import draw_top_p
 
 # Vocabulary entries a program of the first kernel reads. Measured: docs/performance.md, "Sampler".
@@ -196,7 +196,7 @@ def _draw_kernel(
     # rounding may put the target past the last possible token of the block
     passed = tl.minimum(passed, tl.max(tl.where(token_weights > 0, offsets, 0), 0))
     offset = tl.where(greedy, tl.min(tl.where(x == block_largest, offsets, BLOCK), 0), passed)
-    token = START + block * BLOCK + offset
+    token = START + in_vocabulary(block * BLOCK + offset, vocab)
     if not SHARDED:
         tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)

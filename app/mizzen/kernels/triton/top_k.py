@@ -36,6 +36,12 @@ def load_block(logits_row, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def in_vocabulary(token, vocab):
+    """Of logits that are all NaN any token may be drawn, but one that exists: the next step reads its embedding."""
+    return tl.minimum(tl.maximum(token, 0), vocab - 1)
+
+
+@triton.jit
 def min_p_threshold(largest, temperature, min_p):
     """What a row's logits must reach; rows without min_p keep everything."""
     return tl.where(min_p > 0, largest + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), NONE)
@@ -186,6 +192,7 @@ def _draw_top_k_kernel(
     uniform = tl.rand(tl.load(seeds + slot * int_stride), output_index.to(tl.int32)).to(tl.float64)
     top_p, min_p = tl.load(top_ps + slot * float_stride), tl.load(min_ps + slot * float_stride)
     token = _draw_candidate(values + row * K, ids + row * K, k, temperature, top_p, min_p, uniform, K)
+    token = in_vocabulary(token, vocab)
     tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)
 

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mizzen.kernels.triton.launch import pdl_options
 from mizzen.kernels.triton.slots import SampledRows, SlotParams, draw_arguments
-from mizzen.kernels.triton.top_k import KEY_BITS, MAX_TOP_K, load_block, min_p_threshold, ordered
+from mizzen.kernels.triton.top_k import KEY_BITS, MAX_TOP_K, in_vocabulary, load_block, min_p_threshold, ordered
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
@@ -188,7 +188,7 @@ def _draw_top_p_kernel(
     weights = tl.where(kept, tl.exp2((x - largest) * scale), 0.0)
     passed = tl.sum((tl.cumsum(weights.to(tl.float64), 0) <= target - before).to(tl.int32), 0)
     passed = tl.minimum(passed, tl.max(tl.where(weights > 0, offsets, 0), 0))
-    token = block * BLOCK + passed
+    token = in_vocabulary(block * BLOCK + passed, vocab)
     tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)
 
