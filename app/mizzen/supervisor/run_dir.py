@@ -18,9 +18,9 @@ def create(parent: str | None, setting: str = "MIZZEN_RUN_DIR") -> Path:
     """Makes the directory in ``parent``, or where temporary files go. Raises ConfigError if it cannot serve."""
     try:
         path = Path(tempfile.mkdtemp(prefix="mizzen-", dir=parent)).resolve()  # mkdtemp's mode is 0700
-    except OSError as error:
-        where = parent or tempfile.gettempdir()
-        raise ConfigError(f"cannot make a folder in {where}: {error.strerror}", setting=setting) from error
+    except OSError as error:  # without a parent, also that no temporary folder can be written
+        where = f"in {parent}" if parent else "for sockets: a container with a read-only root needs a tmpfs on /tmp"
+        raise ConfigError(f"cannot make a folder {where}: {error.strerror}", setting=setting) from error
     if len(str(path).encode()) + len(LONGEST_NAME) > MAX_SOCKET_PATH:
         remove(path)
         raise ConfigError(f"{path.parent} is too long a path for Unix sockets: choose a shorter one", setting=setting)
