@@ -1,4 +1,4 @@
-"""What a bad day does to a server, in two minutes: each thing that a panel shows or an alert tells happens once."""
+"""What a bad day does to a server, in three minutes: each thing that a panel shows or an alert tells happens once."""
 
 import contextlib
 import os
@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import zmq
 
+from fake_nvml import FakeNvml
+from mizzen.observability.feed import Feed, MetricsSender
+from mizzen.observability.gpus import GpuMetrics
 from monitoring.stack import Alertmanager, Prometheus, Webhook, wait_until
 from service.running import Server
 from service.streams import Stream
@@ -21,7 +25,8 @@ SETTINGS = {
     "kv_cache_bytes": 2**22,  # 128 pages: a fraction of what its running requests want
     "max_running_requests": 8,
     "max_queued_requests": 24,
-    "request_timeout_s": 30,
+    "request_timeout_s": 20,
+    "heartbeat_timeout_s": 60,  # a hang is to last until alerts have told of it
     "drain_timeout_s": 20,
 }
 SHARED_PREFIX = "All of these prompts have a beginning in common, which is longer than a page. "
@@ -101,28 +106,73 @@ def slow_device(server: Server) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hang(server: Server) -> Iterator[None]:
-    """The engine hangs with requests in it, and is then killed."""
+    """The engine hangs with requests in it; one more comes each second, and each times out. It is then killed."""
     streams = [Stream(server, {"prompt": "hanging", "max_tokens": ENDLESS}) for _ in range(2)]
     wait_until(lambda: all(stream.pieces for stream in streams), 30.0, lambda: [s.outcome for s in streams])
-    engine = server.pids()["engine-0"]
+    engine, over = server.pids()["engine-0"], threading.Event()
+
+    def go_on_asking() -> None:
+        while not over.wait(1.0):
+            streams.append(Stream(server, {"prompt": "hanging too", "max_tokens": 5}))
+
+    thread = threading.Thread(target=go_on_asking)
     with stopped(engine):
-        yield
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(10.0)
         os.kill(engine, signal.SIGKILL)
-        for stream in streams:
-            assert stream.wait(30.0) == "engine_restarted"
+        outcomes = [stream.wait(30.0) for stream in streams]
+    assert {"request_timeout", "engine_restarted"} == set(outcomes)
 
 
-def ask_while_restarting(server: Server) -> None:
-    """Until it is ready again: refused with 503."""
-    refused = 0
-    until = time.monotonic() + 60.0
-    while time.monotonic() < until:
-        if server.complete(max_tokens=1).status_code == 200:
-            break
-        refused += 1
-        time.sleep(0.1)
-    assert refused > 0
+@contextlib.contextmanager
+def stuck_start(server: Server) -> Iterator[None]:
+    """The engine after the one that was killed hangs while it loads; clients are refused with 503 all the time."""
+    wait_until(lambda: "engine-0" in server.pids(), 30.0, server.health)
+    over = threading.Event()
+    statuses: list[int] = []
+
+    def ask() -> None:
+        while not over.wait(0.2):
+            statuses.append(server.complete(max_tokens=1).status_code)
+
+    thread = threading.Thread(target=ask)
+    with stopped(server.pids()["engine-0"]):
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(70.0)
+    assert set(statuses) == {503}
     server.wait_ready()
+
+
+@contextlib.contextmanager
+def fake_gpu(server: Server) -> Iterator[None]:
+    """What the metrics process would read of a GPU, if the engine had one: by a fake NVML, sent as a process sends."""
+    (run_dir,) = server.run_parent.glob("mizzen-*")
+    over = threading.Event()
+
+    def read() -> None:
+        context = zmq.Context()
+        sender = MetricsSender(context, run_dir)
+        gpus = GpuMetrics(Feed(sender.send), 1, FakeNvml(), {})
+        while not over.wait(0.5):
+            gpus.read()
+        sender.close()
+        context.term()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10.0)
 
 
 def restart_again_and_again(server: Server, name: str, times: int) -> None:
@@ -193,14 +243,17 @@ def a_day(folder: Path) -> Iterator[Day]:
             wait_until(lambda: prometheus.query(query) != [], 60.0, lambda: prometheus.query("ALERTS"))
 
         server.wait_ready()
+        stack.enter_context(fake_gpu(server))
         wait_scrapes(prometheus, 3)  # zeros: a counter's first sample is no increase
         usual_traffic(server)
         with slow_device(server):
             wait_fast_burn("MizzenTimeBetweenTokensBurn")
             wait_pages("firing", "MizzenTimeBetweenTokensBurn")
+        down = ("MizzenEngineDown", "MizzenNotReady", "MizzenServerErrors")
         with hang(server):
-            wait_pages("firing", "MizzenNoProgress")
-        ask_while_restarting(server)
+            wait_pages("firing", "MizzenNoProgress", "MizzenRequestsFailing")
+        with stuck_start(server):
+            wait_pages("firing", *down)
         wait_pages("firing", "MizzenRestarted")
         overload = ("MizzenQueueGrowing", "MizzenRejecting", "MizzenKVCacheSaturated", "MizzenTimeToFirstTokenBurn")
         with flood(server, 48, max_tokens=600):
@@ -209,7 +262,8 @@ def a_day(folder: Path) -> Iterator[Day]:
         usual_traffic(server)
         restart_again_and_again(server, "tokenizer-0", 3)
         wait_pages("firing", "MizzenRestarting")
-        wait_pages("resolved", *overload, "MizzenNoProgress", "MizzenRestarted", "MizzenRestarting")
+        wait_pages("resolved", *overload, *down, "MizzenNoProgress", "MizzenRequestsFailing")
+        wait_pages("resolved", "MizzenRestarted", "MizzenRestarting")
         drain(server)
         wait_until(lambda: ("MizzenDown", "firing") in pager.events, 60.0, lambda: pager.events)
         yield Day(prometheus, start_s, time.time(), pager.events)

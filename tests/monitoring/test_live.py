@@ -39,6 +39,7 @@ def all_queries() -> list[tuple[str, str]]:
 
 
 def test_every_panel_s_every_query_shows_something_but_zero(day: Day) -> None:
+    """Those of GPUs show a fake: see story.fake_gpu."""
     blank = {title: query for title, query in all_queries() if not any(seen(day, query))}
     assert blank == {}
 
@@ -77,12 +78,16 @@ def test_rules_are_evaluated_without_error(day: Day) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "MizzenEngineDown",
         "MizzenKVCacheSaturated",
         "MizzenNoProgress",
+        "MizzenNotReady",
         "MizzenQueueGrowing",
         "MizzenRejecting",
+        "MizzenRequestsFailing",
         "MizzenRestarted",
         "MizzenRestarting",
+        "MizzenServerErrors",
         "MizzenTimeToFirstTokenBurn",
     ],
 )
