@@ -22,6 +22,10 @@ def main(argv: list[str] | None = None) -> int:
             from mizzen.top import main as top
 
             return top(arguments[1:])
+        if arguments[:1] == ["doctor"]:
+            from mizzen.doctor.main import main as doctor
+
+            return doctor(arguments[1:])
         args = _parser().parse_args(arguments)
         return int(args.run(args))
     except ConfigError as error:
@@ -100,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verbs.add_parser("chat", help="talk to a model in the terminal", add_help=False)
     verbs.add_parser("top", help="watch a server in the terminal", add_help=False)
+    verbs.add_parser("doctor", help="check whether this host can serve the model", add_help=False)
 
     settings = verbs.add_parser("settings", help="print the resolved configuration", allow_abbrev=False)
     settings.add_argument("--reference", action="store_true", help="print the table of all settings (Markdown)")

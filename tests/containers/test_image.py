@@ -132,3 +132,14 @@ def test_labels_and_probes_are_set(image: str) -> None:
     assert config["User"] == "10001:0"
     assert config["Entrypoint"] == ["mizzen"]
     assert config["Healthcheck"]["Test"][0] == "CMD"
+
+
+def test_the_doctor_runs_in_the_container(start: Start, smollm2: Path) -> None:
+    container = start(*HARDENED, "--network=none", folder=smollm2)
+    container.wait_healthy()
+    report = json.loads(docker("exec", container.name, "mizzen", "doctor", "--json").stdout)
+    found = {check["name"]: check for check in report["checks"]}
+    assert report["ok"]
+    assert "in phase serve" in found["health port"]["detail"]
+    assert {found[name]["status"] for name in ("cache: mizzen", "cache: models", "run folder", "model")} == {"ok"}
+    assert found["keys"]["status"] == "warn"
