@@ -21,7 +21,7 @@ BUILD = DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile \
 	--build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ)
 COMPOSE_CPU = $(COMPOSE) -f docker-compose.yml -f docker/compose.cpu.yml
 
-.PHONY: help setup model serve chat test test-all lint format dashboards check-dashboards bench-host image image-cpu wheels up up-cpu down clean
+.PHONY: help setup model serve chat test test-all lint format dashboards chart check-dashboards bench-host image image-cpu wheels up up-cpu down clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,7 @@ lint: setup  ## style, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy docker/*.py docker/grafana/*.py
+	$(BIN)/mypy helm/generate.py
 	$(BIN)/lint-imports
 
 format: setup  ## mend what ruff can mend
@@ -68,6 +69,9 @@ format: setup  ## mend what ruff can mend
 
 dashboards: setup  ## write Grafana's JSON from docker/grafana/panels.py
 	$(BIN)/python docker/grafana/generate.py
+
+chart: setup  ## write the chart's schema and copies, and k8s/; needs helm
+	$(BIN)/python helm/generate.py
 
 check-dashboards:  ## check them against Grafana's own types; needs node 18 and npm
 	@mkdir -p build/grafana-schema
