@@ -205,6 +205,7 @@ def main() -> int:
         folder = ROOT / "k8s" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "mizzen.yaml").write_text(plain(name))
+        (folder / "kustomization.yaml").write_text("namespace: mizzen\nresources: [mizzen.yaml]\n")
     return 0
 
 

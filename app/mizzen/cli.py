@@ -81,6 +81,23 @@ def _settings(args: argparse.Namespace) -> int:
     return 0
 
 
+def _download(args: argparse.Namespace) -> int:
+    from mizzen.config.resolve import resolve
+    from mizzen.models.prepare import prepare_model
+
+    shown = ""
+
+    def progress(fraction: float, detail: str) -> None:
+        nonlocal shown
+        line = f"{detail}, {fraction:.0%}"
+        if line != shown:
+            print(line, file=sys.stderr, flush=True)
+            shown = line
+
+    print(prepare_model(resolve(load_settings(flags_of(args)).settings).engine.model, progress).path)
+    return 0
+
+
 def _convert(args: argparse.Namespace) -> int:
     from mizzen.models.gguf_folder import convert_gguf
 
@@ -110,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--reference", action="store_true", help="print the table of all settings (Markdown)")
     add_flags(settings)
     settings.set_defaults(run=_settings)
+
+    download = verbs.add_parser(
+        "download", help="get the model and check that it can be served, without serving it", allow_abbrev=False
+    )
+    add_flags(download)
+    download.set_defaults(run=_download)
 
     convert = verbs.add_parser("convert", help="make a model folder of a GGUF file", allow_abbrev=False)
     convert.add_argument("source", type=Path, metavar="SRC.gguf")

@@ -82,3 +82,10 @@ def test_the_command_does_not_load_torch_or_the_server(tmp_path: Path) -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'fastapi', 'zmq', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_download_says_where_the_model_is_and_refuses_what_is_none(smollm2: Path, tmp_path: Path) -> None:
+    done = run("download", "--model", str(smollm2), folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{smollm2}\n")
+    refused = run("download", "--model", "/nowhere", folder=tmp_path)
+    assert (refused.returncode, refused.stderr) == (78, "mizzen: MIZZEN_MODEL: '/nowhere' does not exist\n")

@@ -181,7 +181,7 @@ def test_pods_fit_the_restricted_security_standard() -> None:
             assert spec["enableServiceLinks"] is False
             assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
             assert all("hostPath" not in volume for volume in spec.get("volumes", []))
-            for container in spec["containers"]:
+            for container in spec["containers"] + spec.get("initContainers", []):
                 held = container["securityContext"]
                 assert held["allowPrivilegeEscalation"] is False
                 assert held["capabilities"] == {"drop": ["ALL"]}
@@ -204,6 +204,8 @@ def test_every_mount_has_its_volume_and_shared_memory_is_memory() -> None:
         spec = pod(example(values))
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == set(volumes)
+        for container in spec.get("initContainers", []):
+            assert {mount["name"] for mount in container["volumeMounts"]} < set(volumes)
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
@@ -223,7 +225,10 @@ def test_the_network_policy_opens_443_only_to_download() -> None:
         return {port["port"] for rule in rules for port in rule["ports"]}
 
     assert ports(example("h200")) == {53, 443}
-    assert "HF_HUB_OFFLINE" not in environment(example("h200"))
+    (download,) = pod(example("h200"))["initContainers"]
+    assert "HF_HUB_OFFLINE" not in {entry["name"] for entry in download["env"]}
+    assert "initContainers" not in pod(example("pvc"))
+    assert environment(example("h200"))["HF_HUB_OFFLINE"] == "1"
     assert ports(example("pvc")) == {53, 4317, 4318}
     assert environment(example("pvc"))["HF_HUB_OFFLINE"] == "1"
 

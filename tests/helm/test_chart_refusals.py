@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tomllib
 from types import ModuleType
 from typing import Any
 
@@ -125,6 +126,11 @@ def test_every_value_has_a_schema_and_every_schema_but_the_settings_a_value() ->
     assert {path for path in values if not path.startswith(open_ones)} == {
         path for path in schema if not path.startswith(open_ones)
     }
+
+
+def test_the_chart_installs_the_version_beside_it() -> None:
+    project = tomllib.loads((chart.ROOT / "pyproject.toml").read_text())["project"]
+    assert yaml.safe_load((chart.CHART / "Chart.yaml").read_text())["appVersion"] == project["version"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "h200", "h200-tp4"])

@@ -96,3 +96,22 @@ authorization:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
+
+{{/* Variables of the server and of what downloads for it. */}}
+{{- define "mizzen.env" -}}
+{{- $v := .Values -}}
+{{- range $name, $value := $v.config }}
+{{- if not (kindIs "invalid" $value) }}
+- name: MIZZEN_{{ upper $name }}
+  value: {{ include "mizzen.scalar" $value | quote }}
+{{- end }}
+{{- end }}
+{{- if include "mizzen.apiKeysSecret" . }}
+- name: MIZZEN_API_KEYS_FILE
+  value: /etc/mizzen/api-keys/{{ $v.apiKeys.key }}
+{{- end }}
+{{- if include "mizzen.tokenSecret" . }}
+- name: HF_TOKEN_PATH
+  value: /etc/mizzen/huggingface/{{ $v.huggingface.key }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,48 @@
+"""The script of `helm test`, against the real server."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.running import Server
+
+SCRIPT = Path(__file__).parents[2] / "helm" / "mizzen" / "files" / "test.py"
+
+
+def run(server: Server, **variables: str) -> "subprocess.CompletedProcess[str]":
+    given = {"API": server.url, "HEALTH": server.health_url, "METRICS": "true"} | variables
+    command = [sys.executable, "-I", str(SCRIPT)]
+    return subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_helm_test_passes_on_a_server_that_serves(server: Server) -> None:
+    done = run(server)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
+        "ready",
+        "models",
+        "completion",
+        "streaming",
+        "metrics",
+    ]
+
+
+def test_helm_test_fails_where_nothing_serves(server: Server) -> None:
+    assert run(server, HEALTH="http://127.0.0.1:1").returncode != 0
+
+
+@pytest.mark.slow
+def test_helm_test_uses_the_first_key_of_the_file(smollm2: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfirst\nsecond\n")
+    locked = Server(smollm2, tmp_path, max_model_len=512, api_keys_file=keys)
+    try:
+        locked.wait_ready()
+        assert run(locked).returncode != 0
+        done = run(locked, KEYS=keys.read_text())
+        assert done.returncode == 0, done.stderr
+    finally:
+        locked.close()
