@@ -23,7 +23,7 @@ from tiny import make_tiny_model
 ENDLESS = 12_000  # tokens: more than a tiny model makes in time
 SETTINGS = {
     "kv_cache_bytes": 2**22,  # 128 pages: a fraction of what its running requests want
-    "max_running_requests": 8,
+    "max_running_requests": 16,
     "max_queued_requests": 24,
     "request_timeout_s": 20,
     "heartbeat_timeout_s": 60,  # a hang is to last until alerts have told of it
@@ -33,13 +33,15 @@ SHARED_PREFIX = "All of these prompts have a beginning in common, which is longe
 
 
 @contextlib.contextmanager
-def flood(server: Server, clients: int, **fields: object) -> Iterator[None]:
-    """Clients that ask again as soon as they are answered, or a moment after they are refused."""
+def flood(server: Server, clients: int, **fields: object) -> Iterator[list[Stream]]:
+    """Clients that ask again as soon as they are answered, or a moment after they are refused. Gives all they asked."""
     over = threading.Event()
+    streams: list[Stream] = []
 
     def client(number: int) -> None:
         while not over.is_set():
             stream = Stream(server, {"prompt": f"{SHARED_PREFIX}Client {number}.", **fields})
+            streams.append(stream)
             if stream.wait(60.0).startswith("refused"):
                 over.wait(0.3)
 
@@ -47,7 +49,7 @@ def flood(server: Server, clients: int, **fields: object) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield streams
     finally:
         over.set()
         for thread in threads:
@@ -85,16 +87,22 @@ def usual_traffic(server: Server) -> None:
 
 @contextlib.contextmanager
 def slow_device(server: Server) -> Iterator[None]:
-    """A few steps, then none for a third of a second, and so on."""
+    """Once some tokens have arrived, none for a third of a second, and so on."""
     engine, over = server.pids()["engine-0"], threading.Event()
+
+    def pieces() -> int:
+        return sum(stream.pieces for stream in streams)
 
     def slow_down() -> None:
         while not over.is_set():
             with stopped(engine):
                 over.wait(0.3)
-            time.sleep(0.002)
+                before = pieces()
+            until = time.monotonic() + 1.0
+            while pieces() == before and time.monotonic() < until:
+                time.sleep(0.0005)
 
-    with flood(server, 6, max_tokens=20):
+    with flood(server, 6, max_tokens=20) as streams:
         thread = threading.Thread(target=slow_down)
         thread.start()
         try:
@@ -220,8 +228,8 @@ def fill(expression: str) -> str:
 @contextlib.contextmanager
 def a_day(folder: Path) -> Iterator[Day]:
     """The story, from a server that starts to one that is gone; the Prometheus that saw it can still be asked."""
-    # Layers, so that a step takes longer than a thread's sleep: slow_device lets few steps through at a time.
-    model = make_tiny_model(folder / "model", rope_scaling=None, max_position_embeddings=16_384, num_hidden_layers=8)
+    # Layers, so that a step takes a while: slow_device lets few steps through before it stops the engine again.
+    model = make_tiny_model(folder / "model", rope_scaling=None, max_position_embeddings=16_384, num_hidden_layers=12)
     with contextlib.ExitStack() as stack:
         pager = stack.enter_context(contextlib.closing(Webhook()))
         alertmanager = stack.enter_context(contextlib.closing(Alertmanager(folder / "alertmanager", pager.url)))
@@ -256,7 +264,7 @@ def a_day(folder: Path) -> Iterator[Day]:
             wait_pages("firing", *down)
         wait_pages("firing", "MizzenRestarted")
         overload = ("MizzenQueueGrowing", "MizzenRejecting", "MizzenKVCacheSaturated", "MizzenTimeToFirstTokenBurn")
-        with flood(server, 48, max_tokens=600):
+        with flood(server, 60, max_tokens=250):
             wait_fast_burn("MizzenTimeToFirstTokenBurn")
             wait_pages("firing", *overload)
         usual_traffic(server)
