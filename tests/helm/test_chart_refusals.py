@@ -66,6 +66,7 @@ def test_a_wrong_value_is_refused_by_its_key(key: str, value: Any, name: str) ->
         ("strategy.maxSurge=0", "nothing could ever be replaced"),
         ("monitoring.podMonitor=true,monitoring.serviceMonitor=true", "choose one"),
         ("monitoring.podMonitor=true,config.metrics_require_key=true", "monitoring.authorization must name a key"),
+        ("autoscaling.kind=hpa,config.metrics=false", "config.metrics is false: monitors and autoscaling need it"),
         ("autoscaling.kind=keda,autoscaling.minReplicas=9", "autoscaling.maxReplicas is below"),
         ("inferencePool.enabled=true", "inferencePool.endpointPicker.name is empty"),
         ("httpRoute.enabled=true", "httpRoute.parentRefs is empty"),
