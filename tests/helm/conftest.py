@@ -1,7 +1,6 @@
 """Definitions of custom objects are others' files, which the repository does not hold: TEST_CRDS names their folder."""
 
 import pytest
-
 from chart import SCHEMAS
 
 
