@@ -19,9 +19,10 @@ BUILD = DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile \
 	$(if $(CA_BUNDLE),--secret id=ca$(comma)src=$(CA_BUNDLE)) --build-arg VERSION=$(VERSION) \
 	--build-arg REVISION=$$(git rev-parse HEAD 2> /dev/null || echo unknown) \
 	--build-arg CREATED=$$(date -u +%Y-%m-%dT%H:%M:%SZ)
+SBOM_IMAGE ?= $(CPU_IMAGE)
 COMPOSE_CPU = $(COMPOSE) -f docker-compose.yml -f docker/compose.cpu.yml
 
-.PHONY: help setup model serve chat test test-all lint format dashboards chart check-dashboards bench-host image image-cpu wheels up up-cpu down clean
+.PHONY: help setup model serve chat test test-all lint format dashboards chart check-dashboards bench-host image image-cpu sbom wheels up up-cpu down clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,6 +88,10 @@ image:  ## build the image for GPUs
 
 image-cpu:  ## build the image for CPUs
 	$(BUILD) --target cpu --build-arg FLAVOR=cpu -t $(CPU_IMAGE) .
+
+sbom:  ## list what an image holds, in build/sbom.json (CycloneDX): make sbom SBOM_IMAGE=...
+	@mkdir -p build
+	$(DOCKER) run --rm -i --entrypoint python3 $(SBOM_IMAGE) - < docker/sbom.py > build/sbom.json
 
 wheels: setup  ## fetch torch's CPU wheel for image-cpu, as pip is configured here
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.11 -d docker/wheels -c constraints.txt torch

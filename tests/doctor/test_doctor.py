@@ -365,3 +365,12 @@ def test_the_table_and_the_json_say_the_same() -> None:
     assert [line.split() for line in table[:3]] == [["ok", "a", "fine"], ["WARN", "bb", "odd"], ["->", "mend", "it"]]
     assert table[-1] == "nothing failed, 1 to look at"
     assert json.loads(as_json(found))["ok"]
+
+
+def test_memory_that_a_running_server_takes_does_not_count(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = configured(model=str(smollm2), port=18_431, health_port=18_432)
+    [fit] = [check for check in run_checks(settings, host(memory_free_bytes=2**20)) if check.name == "fit"]
+    assert fit.status == "fail"
+    monkeypatch.setattr("mizzen.doctor.main.running_phase", lambda host, port: "serve")
+    [fit] = [check for check in run_checks(settings, host(memory_free_bytes=2**20)) if check.name == "fit"]
+    assert fit.status == "ok"
