@@ -116,9 +116,14 @@ class Served:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models", timeout=5) as answer:
             return int(json.load(answer)["data"][0]["max_model_len"])
 
-    def metrics(self) -> Scrape:
+    def exposition(self) -> str:
+        """/metrics as it is."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/metrics", timeout=10) as answer:
-            return Scrape.parse(answer.read().decode(), time.monotonic())
+            text: str = answer.read().decode()
+        return text
+
+    def metrics(self) -> Scrape:
+        return Scrape.parse(self.exposition(), time.monotonic())
 
     def pids(self) -> dict[str, int]:
         """Its processes by name, as their command lines tell; "supervisor" is the first."""

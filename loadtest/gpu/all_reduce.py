@@ -140,7 +140,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(60)
     group = make_group(rank, size, folder / "store", device=device, timeout_s=60)
     num_bytes = max(ROWS) * COLUMNS * 2
-    group.reserve_sums(num_bytes)
+    group.reserve_sums(max(ROWS), COLUMNS, torch.bfloat16)
     checks = [check(group, dtype, device) for dtype in (torch.bfloat16, torch.float32)]
     symmetric = group.sum_buffer(1, COLUMNS, torch.bfloat16) is not None
     result = {"ranks": size, "symmetric": symmetric, "checked": checks, "columns": COLUMNS, "unit": "us"}

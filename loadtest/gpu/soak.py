@@ -4,7 +4,7 @@
 
 More streams than the server runs at once and more than it lets wait, so that some are refused; lengths, sampling and
 shared prefixes are random, and so is who closes the connection, and when. Exit code 1 if a check fails; the JSON holds
-every sample. The server's log lies beside it.
+every sample. The server's log and its /metrics under load lie beside it.
 """
 
 import argparse
@@ -160,8 +160,11 @@ def take_sample(served: Served, start_s: float) -> Sample:
     )
 
 
-async def soak(served: Served, load: Load, streams: int, seconds: float, sample_s: float) -> list[Sample]:
-    """The samples taken under load. One that could not be taken is a fault: a process or its metrics were gone."""
+async def soak(
+    served: Served, load: Load, streams: int, seconds: float, sample_s: float, exposition: Path
+) -> list[Sample]:
+    """The samples taken under load; ``exposition`` gets the server's /metrics at its end. A sample that could not be
+    taken is a fault: a process or its metrics were gone."""
     start_s = time.monotonic()
     samples: list[Sample] = []
     running = asyncio.create_task(load.run(streams, seconds))
@@ -173,6 +176,7 @@ async def soak(served: Served, load: Load, streams: int, seconds: float, sample_
         if len(samples) % PRINT_EVERY == 1:
             print(progress(samples[-1], load.seen), flush=True)
         await asyncio.sleep(max(0.0, min(now + sample_s, start_s + seconds) - time.monotonic()))
+    exposition.write_text(await asyncio.to_thread(served.exposition))
     await running
     return samples
 
@@ -210,7 +214,8 @@ def main() -> int:
         load = Load(served.port, prompt=args.max_prompt, output=args.max_output,
                     vocabulary=vocabulary(args.model), context=context)  # fmt: skip
         before = take_sample(served, time.monotonic())
-        samples = uvloop.run(soak(served, load, streams, args.minutes * 60, args.sample_s))
+        samples = uvloop.run(soak(served, load, streams, args.minutes * 60, args.sample_s,
+                                 args.json.with_suffix(".prom")))  # fmt: skip
         try:
             served.wait_idle(20.0)
         except Failed as error:

@@ -40,13 +40,17 @@ def check_that_ranks_share_memory_together_or_not_at_all(group: ProcessGroup) ->
     assert isinstance(group, TorchGroup)
     reach = mock.patch("torch.cuda.can_device_access_peer", lambda rank, peer: rank == 0)
     made = mock.Mock(return_value=SimpleNamespace(view=lambda *shape: "a buffer"))
-    symmetric = mock.patch.dict(sys.modules, {"mizzen.distributed.symmetric": SimpleNamespace(SymmetricSums=made)})
+    module = SimpleNamespace(SymmetricSums=made, DTYPES=(torch.float32,))
+    symmetric = mock.patch.dict(sys.modules, {"mizzen.distributed.symmetric": module})
     with reach, symmetric, mock.patch.object(group, "_symmetric", True):
-        group.reserve_sums(64)
+        group.reserve_sums(4, 4, torch.float32)
         assert not made.called
         assert group.sum_buffer(2, 2, torch.float32) is None
         with mock.patch("torch.cuda.can_device_access_peer", return_value=True):
-            group.reserve_sums(64)
+            group.reserve_sums(4, 4, torch.float16)
+            assert not made.called, "nothing would add them"
+            group.reserve_sums(4, 4, torch.float32)
+        made.assert_called_once_with(64, mock.ANY)
         assert group.sum_buffer(2, 2, torch.float32) == "a buffer"
 
 

@@ -38,7 +38,7 @@ class ProcessGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def reserve_sums(self, num_bytes: int) -> None:
+    def reserve_sums(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         """Before anything else on the device: the largest tensor that ``sum_buffer`` will be asked for."""
 
     def sum_buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
@@ -70,7 +70,7 @@ class SingleGroup:
     rank = 0
     size = 1
 
-    def reserve_sums(self, num_bytes: int) -> None:
+    def reserve_sums(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         pass
 
     def sum_buffer(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
@@ -143,12 +143,15 @@ class TorchGroup:
     def size(self) -> int:
         return self._size
 
-    def reserve_sums(self, num_bytes: int) -> None:
+    def reserve_sums(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         """A collective. Where the GPUs cannot map each other's memory, sums stay with NCCL."""
         if not self._symmetric:
             return
-        from mizzen.distributed.symmetric import SymmetricSums  # its operators need a torch with CUDA
+        from mizzen.distributed.symmetric import DTYPES, SymmetricSums  # its operators need a torch with CUDA
 
+        if dtype not in DTYPES:
+            return
+        num_bytes = rows * columns * dtype.itemsize
         peers = set(range(self._size)) - {self._rank}  # rank r is on GPU r
         reached = all(torch.cuda.can_device_access_peer(self._rank, peer) for peer in peers)
         sums = None

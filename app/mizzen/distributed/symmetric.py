@@ -32,9 +32,9 @@ class SymmetricSums:
         self._handle = symm_mem.rendezvous(self._buffer, self._group_name)  # it holds the peers' mappings
 
     def view(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-        """[rows, columns] at the buffer's start; None if they do not fit or the kernels cannot add the type."""
+        """[rows, columns] at the buffer's start; None if they do not fit."""
         num_bytes = rows * columns * dtype.itemsize
-        if num_bytes > self._buffer.numel() or dtype not in DTYPES:
+        if num_bytes > self._buffer.numel():
             return None
         return self._buffer[:num_bytes].view(dtype).view(rows, columns)
 

@@ -74,7 +74,7 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
         prefill, decode = chosen_for(config.attention_backend, platform.device)
         log.info("attention backend", prefill=prefill, decode=decode)
         tokens = max(config.scheduler.max_batch_tokens, config.graph_mixed_tokens)  # of one step
-        group.reserve_sums(tokens * architecture.hidden_size * network.dtype.itemsize)
+        group.reserve_sums(tokens, architecture.hidden_size, network.dtype)
     builder = _Builder(config, model, platform, network)
     budget = builder.kv_budget(group.size)
     peak_bytes = builder.measure(report)

@@ -112,7 +112,6 @@ class GraphExecutor:
         self._eager = eager
         self._page_size = page_size
         self._limits = limits
-        self._warm_ups = WARM_UPS
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation
         self._decode: dict[int, _Graph] = {}
         self._mixed: dict[int, _Graph] = {}
@@ -124,7 +123,6 @@ class GraphExecutor:
 
     def capture(self, progress: Callable[[float, str], None], *, warm_ups: int = WARM_UPS) -> None:
         """From large to small, so that one pool of memory serves all. ``warm_ups``: runs before each capture."""
-        self._warm_ups = warm_ups
         pool = torch.cuda.graph_pool_handle()
         jobs: list[tuple[str, int]] = [("mixed", size) for size in reversed(self._mixed_sizes)]
         jobs += [("decode", size) for size in reversed(self._decode_sizes)]
@@ -132,9 +130,9 @@ class GraphExecutor:
             for done, (kind, size) in enumerate(jobs):
                 progress(done / len(jobs), f"{kind} step of {size} tokens")
                 if kind == "mixed":
-                    self._mixed[size] = self._capture_mixed(size, pool)
+                    self._mixed[size] = self._capture_mixed(size, pool, warm_ups)
                 else:
-                    self._decode[size] = self._capture_decode(size, pool)
+                    self._decode[size] = self._capture_decode(size, pool, warm_ups)
         progress(1.0, "")
 
     # ---- running ----
@@ -217,7 +215,7 @@ class GraphExecutor:
 
     # ---- capturing ----
 
-    def _capture_decode(self, size: int, pool: Any) -> _Graph:
+    def _capture_decode(self, size: int, pool: Any, warm_ups: int) -> _Graph:
         layout = _Layout({"row_slots": size, "seq_lens": size})
         host = np.empty(layout.total, np.int32)
         layout.host(host, "row_slots")[:], layout.host(host, "seq_lens")[:] = self._state.dummy_slot, 1
@@ -253,11 +251,11 @@ class GraphExecutor:
             return self._model.local_logits(self._model.forward(batch, self._attention))
 
         held = (token_ids, positions, kv_slots, query_start)
-        graph = self._capture(layout, inputs, forward, slots, seq_lens, held, pool)
+        graph = self._capture(layout, inputs, forward, slots, seq_lens, held, pool, warm_ups)
         graph.planning = planning
         return graph
 
-    def _capture_mixed(self, size: int, pool: Any) -> _Graph:
+    def _capture_mixed(self, size: int, pool: Any, warm_ups: int) -> _Graph:
         rows, samples = self._limits.rows, min(size, self._limits.rows)
         sizes = {
             "row_slots": rows + 1,
@@ -296,7 +294,7 @@ class GraphExecutor:
             hidden = self._model.forward(batch, self._attention)
             return self._model.local_logits(hidden[batch.sample_tokens])
 
-        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], (), pool)
+        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], (), pool, warm_ups)
 
     def _capture(
         self,
@@ -307,13 +305,14 @@ class GraphExecutor:
         lengths: Tensor,
         held: tuple[Tensor, ...],
         pool: Any,
+        warm_ups: int,
     ) -> _Graph:
         state = self._state
         tokens = torch.empty(len(slots), dtype=torch.int32, device="cuda")
         rows = SampledRows(slots, lengths, state.device.token_table, tokens)
         params = SlotParams(*state.device.sampling_columns())
 
-        for _ in range(self._warm_ups):
+        for _ in range(warm_ups):
             logits = forward()
             for flags in self._sampler.variants:
                 self._draw(logits, rows, params, flags)

@@ -99,7 +99,7 @@ def _find_candidates(
     x = tl.load(logits + token_ids, mask=held & (token_ids < vocab), other=NONE).to(tl.float32)
     chosen, place = _first_k(ordered(x, BITS), k, BITS)
     tl.store(values + place, x, mask=chosen)
-    tl.store(ids + place, START + token_ids, mask=chosen)
+    tl.store(ids + place, START + in_vocabulary(token_ids, vocab), mask=chosen)
     tl.debug_barrier()
 
 
@@ -192,7 +192,6 @@ def _draw_top_k_kernel(
     uniform = tl.rand(tl.load(seeds + slot * int_stride), output_index.to(tl.int32)).to(tl.float64)
     top_p, min_p = tl.load(top_ps + slot * float_stride), tl.load(min_ps + slot * float_stride)
     token = _draw_candidate(values + row * K, ids + row * K, k, temperature, top_p, min_p, uniform, K)
-    token = in_vocabulary(token, vocab)
     tl.store(token_table + slot * token_stride + length, token)
     tl.store(out + row, token)
 
