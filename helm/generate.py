@@ -52,6 +52,8 @@ def config() -> dict[str, Any]:
         if not is_secret(field) and name not in SECRETS
     }
     properties["health_port"]["minimum"] = 1  # the probes need it
+    ranks = properties["tensor_parallel_size"]  # what a pod asks for, too: there is no "auto" to ask for
+    ranks |= next(part for part in ranks.pop("anyOf") if "minimum" in part)
     properties["model"]["pattern"] = r"^\S*$"
     return closed(**properties)
 

@@ -112,6 +112,40 @@ def test_a_core_that_this_process_may_not_use_is_named_beside_those_that_it_may(
     assert line == "MIZZEN_ENGINE_CPUS names core 5, but this process may use 2, 3"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "written", "device", "ranks"),
+    [
+        (0, {}, "cpu", 1),
+        (0, {"tensor_parallel_size": "auto"}, "cpu", 1),
+        (0, {"tensor_parallel_size": "2"}, "cpu", 2),
+        (4, {}, "cuda", 1),
+        (4, {"tensor_parallel_size": "2"}, "cuda", 2),
+        (4, {"tensor_parallel_size": "auto"}, "cuda", 4),
+        (4, {"tensor_parallel_size": "auto", "device": "cpu"}, "cpu", 1),
+    ],
+)
+def test_auto_splits_the_model_over_all_gpus(
+    gpus: int, written: dict[str, str], device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mizzen.config.resolve.cuda_device_count", lambda: gpus)
+    engine = config_of(**({"device": "auto"} | written)).engine
+    assert (engine.device, engine.tensor_parallel_size) == (device, ranks)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mizzen.config.resolve.cuda_device_count", lambda: 2)
+    assert refusal(device="cuda", tensor_parallel_size="4") == [
+        "MIZZEN_TENSOR_PARALLEL_SIZE is 4, but there are 2 GPUs"
+    ]
+
+
+def test_cores_are_named_for_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mizzen.config.resolve.cuda_device_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3}, raising=False)
+    [line] = refusal(device="cuda", tensor_parallel_size="auto", engine_cpus="3")
+    assert "must name 2 different cores" in line
+
+
 def test_an_unknown_variable_is_reported_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIZZEN_MAX_MODEL_LENGTH", "10")
     assert refusal() == ["MIZZEN_MAX_MODEL_LENGTH is not a setting; the nearest is MIZZEN_MAX_MODEL_LEN"]

@@ -47,6 +47,13 @@ def test_every_service_is_locked_down_limited_and_pinned(files: tuple[str, ...])
         assert "privileged" not in service
 
 
+def test_every_image_can_be_one_of_another_registry_by_digest() -> None:
+    digest = f"registry.example.com/it@sha256:{'0' * 64}"
+    names = re.findall(r"image: \$\{(\w+):-", (REPOSITORY / "docker-compose.yml").read_text())
+    found = services(GPU, **dict.fromkeys(names, digest))
+    assert {service["image"] for service in found.values()} == {digest}
+
+
 def test_only_the_api_and_grafana_are_published_and_on_loopback() -> None:
     published = {
         (name, port["target"], port.get("host_ip"))
@@ -72,6 +79,8 @@ def test_gpus_are_reserved_and_the_cpu_override_drops_them() -> None:
     [reserved] = services(GPU)["mizzen"]["deploy"]["resources"]["reservations"]["devices"]
     assert reserved["capabilities"] == ["gpu"]
     assert reserved["count"] == -1  # all
+    assert services(GPU)["mizzen"]["environment"]["MIZZEN_TENSOR_PARALLEL_SIZE"] == "auto"
+    assert services(GPU, MIZZEN_TENSOR_PARALLEL_SIZE="2")["mizzen"]["environment"]["MIZZEN_TENSOR_PARALLEL_SIZE"] == "2"
     mizzen = services(CPU)["mizzen"]
     assert "reservations" not in mizzen["deploy"]["resources"]
     assert mizzen["build"]["target"] == mizzen["build"]["args"]["FLAVOR"] == "cpu"

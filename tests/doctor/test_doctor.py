@@ -150,8 +150,8 @@ def test_a_port_that_another_program_has_is_a_failure_with_its_setting() -> None
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         taken.settimeout(0.1)
-        found = check_ports(configured(port=taken.getsockname()[1], health_port=0))
-    assert [(check.name, check.status) for check in found] == [("port", "fail")]
+        found, running = check_ports(configured(port=taken.getsockname()[1], health_port=0))
+    assert [(check.name, check.status, running) for check in found] == [("port", "fail", False)]
     assert "MIZZEN_PORT" in found[0].advice
 
 
@@ -160,8 +160,8 @@ def test_a_port_that_a_mizzen_has_is_fine(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        [found] = check_ports(configured(port=taken.getsockname()[1], health_port=0))
-    assert found.status == "ok"
+        [found], running = check_ports(configured(port=taken.getsockname()[1], health_port=0))
+    assert (found.status, running) == ("ok", True)
     assert "in phase serve" in found.detail
 
 
@@ -192,6 +192,9 @@ def test_a_model_is_found_described_and_refused(smollm2: Path, tmp_path: Path) -
     assert (found.status, arch) == ("fail", None)
     found, arch = check_model(configured(2, model=str(smollm2)))
     assert "does not divide this model's 9 attention heads" in found.detail
+    assert found.advice == "MIZZEN_TENSOR_PARALLEL_SIZE=1 does"
+    found, _ = check_model(configured(7, model=str(smollm2)))
+    assert found.advice == "MIZZEN_TENSOR_PARALLEL_SIZE=3 does"
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((smollm2 / name).read_bytes())
     found, _ = check_model(configured(model=str(tmp_path)))
@@ -368,9 +371,13 @@ def test_the_table_and_the_json_say_the_same() -> None:
 
 
 def test_memory_that_a_running_server_takes_does_not_count(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = configured(model=str(smollm2), port=18_431, health_port=18_432)
-    [fit] = [check for check in run_checks(settings, host(memory_free_bytes=2**20)) if check.name == "fit"]
-    assert fit.status == "fail"
-    monkeypatch.setattr("mizzen.doctor.main.running_phase", lambda host, port: "serve")
-    [fit] = [check for check in run_checks(settings, host(memory_free_bytes=2**20)) if check.name == "fit"]
-    assert fit.status == "ok"
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        settings = configured(model=str(smollm2), port=18_431, health_port=server.getsockname()[1])
+        phases: list[str | None] = [None, "serve"]  # a probe each: one a run
+        monkeypatch.setattr("mizzen.doctor.main.running_phase", lambda host, port: phases.pop(0))
+        for status in ("fail", "ok"):
+            checked = run_checks(settings, host(memory_free_bytes=2**20))
+            assert [check.status for check in checked if check.name == "fit"] == [status]
+        assert not phases

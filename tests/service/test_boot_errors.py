@@ -158,7 +158,7 @@ def test_no_memory_on_two_ranks_is_one_line_too(refuse: Refuse) -> None:
 @pytest.mark.slow
 def test_ranks_that_do_not_divide_the_model(refuse: Refuse) -> None:
     line = refuse(tensor_parallel_size=3)
-    assert line == "MIZZEN_TENSOR_PARALLEL_SIZE=3 does not divide this model's 4 attention heads"
+    assert line.startswith("MIZZEN_TENSOR_PARALLEL_SIZE=3 does not divide this model's 4 attention heads: ")
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def resolve(settings: Settings) -> Config:
     keys: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     device: Literal["cpu", "cuda"] = "cpu"
+    ranks = 1
     telemetry = TelemetryConfig()
     with collect():
         telemetry = resolve_telemetry(os.environ, content=settings.trace_content)
@@ -52,13 +53,12 @@ def resolve(settings: Settings) -> Config:
     with collect():
         names = served_model_names(settings)
     with collect():
-        device = choose_device(settings)
+        device, ranks = choose_device(settings)
+        engine_cpus(settings, ranks)
     with collect():
         check_ports(settings)
     with collect():
         check_lengths(settings, device)
-    with collect():
-        engine_cpus(settings)
     with collect():
         if settings.chat_template is not None and not Path(settings.chat_template).is_file():
             raise ConfigError(f"there is no file {settings.chat_template}", setting="MIZZEN_CHAT_TEMPLATE")
@@ -95,7 +95,7 @@ def resolve(settings: Settings) -> Config:
         ),
         engine=EngineConfig(
             device=device,
-            tensor_parallel_size=settings.tensor_parallel_size,
+            tensor_parallel_size=ranks,
             overlap_depth=settings.overlap_depth,
             graph_rows=graph_rows(settings, device),
             graph_mixed_tokens=graph_mixed_tokens(settings, device),
@@ -103,9 +103,9 @@ def resolve(settings: Settings) -> Config:
             all_reduce=settings.all_reduce,
             nvlink_multicast=settings.nvlink_multicast,
             nvtx=settings.nvtx,
-            cpus=engine_cpus(settings),
+            cpus=engine_cpus(settings, ranks),
             attention_backend=settings.attention_backend,
-            threads=threads(settings),
+            threads=threads(settings, ranks),
             seed=settings.seed,
             cache=CacheConfig(
                 page_size=settings.page_size,
@@ -189,20 +189,22 @@ def served_model_names(settings: Settings) -> tuple[str, ...]:
     return (settings.model,)
 
 
-def choose_device(settings: Settings) -> Literal["cpu", "cuda"]:
-    if settings.device == "cpu":
-        return "cpu"
-    gpus = cuda_device_count()
-    if settings.device == "cuda" and gpus == 0:
-        raise ConfigError("MIZZEN_DEVICE is 'cuda', but no usable GPU was found", setting="MIZZEN_DEVICE")
+def choose_device(settings: Settings) -> tuple[Literal["cpu", "cuda"], int]:
+    """And the ranks on it: a GPU takes one, so "auto" is all GPUs that this process sees, and 1 on the CPU."""
+    wanted = settings.tensor_parallel_size
+    gpus = 0 if settings.device == "cpu" else cuda_device_count()
     if gpus == 0:
-        return "cpu"
-    if settings.tensor_parallel_size > gpus:
+        if settings.device == "cuda":
+            raise ConfigError("MIZZEN_DEVICE is 'cuda', but no usable GPU was found", setting="MIZZEN_DEVICE")
+        return "cpu", 1 if wanted == "auto" else wanted
+    if wanted == "auto":
+        return "cuda", gpus
+    if wanted > gpus:
         raise ConfigError(
-            f"MIZZEN_TENSOR_PARALLEL_SIZE is {settings.tensor_parallel_size}, but there are {gpus} GPUs",
+            f"MIZZEN_TENSOR_PARALLEL_SIZE is {wanted}, but there are {gpus} GPUs",
             setting="MIZZEN_TENSOR_PARALLEL_SIZE",
         )
-    return "cuda"
+    return "cuda", wanted
 
 
 def check_ports(settings: Settings) -> None:
@@ -213,18 +215,18 @@ def check_ports(settings: Settings) -> None:
         )
 
 
-def threads(settings: Settings) -> int:
+def threads(settings: Settings, ranks: int) -> int:
     if settings.threads != "auto":
         return settings.threads
-    return max(1, available_cpus() // settings.tensor_parallel_size)
+    return max(1, available_cpus() // ranks)
 
 
-def engine_cpus(settings: Settings) -> tuple[int, ...]:
+def engine_cpus(settings: Settings, ranks: int) -> tuple[int, ...]:
     """A core for each rank, all different and allowed for this process; none if the setting names none."""
     if settings.engine_cpus is None:
         return ()
     cpus = tuple(map(int, settings.engine_cpus.split(",")))
-    ranks, may = settings.tensor_parallel_size, _allowed_cpus()
+    may = _allowed_cpus()
     if len(cpus) != ranks or len(set(cpus)) != ranks:
         raise ConfigError(
             f"MIZZEN_ENGINE_CPUS is {settings.engine_cpus}, but must name {ranks} different cores: one for each of"

@@ -108,7 +108,9 @@ class Settings(BaseSettings):
 
     # ---- engine ----
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "Engine", "auto is cuda where there is a GPU.")
-    tensor_parallel_size: int = _setting(1, "Engine", "Ranks that the model is split over.", ge=1, le=64)
+    tensor_parallel_size: Annotated[int, Ge(1), Le(64)] | Auto = _setting(
+        1, "Engine", "Ranks that the model is split over, a GPU each; auto is all GPUs, and 1 on the CPU."
+    )
     all_reduce: AllReduce = _setting(
         "auto",
         "Engine",

@@ -71,12 +71,11 @@ def run_checks(config: Config, facts: Facts) -> list[Check]:
     found = [Check("settings", "ok", f"device {config.engine.device}, {config.engine.tensor_parallel_size} ranks")]
     found += [check(config, facts) for check in ON_HOST]
     found += check_folders(folders(config, facts.environment))
-    found += check_ports(config)
-    found.append(check_keys(config))
+    ports, running = check_ports(config)
+    found += [*ports, check_keys(config)]
     model, arch = check_model(config)
     found.append(model)
-    server = config.server
-    if arch is not None and server.health_port and running_phase(server.health_host, server.health_port):
+    if arch is not None and running:
         found.append(Check("fit", "ok", "a Mizzen is there, so the memory that is free does not count"))
     elif arch is not None:
         found.append(check_fit(config, facts, arch))
@@ -98,24 +97,26 @@ def folders(config: Config, environment: Mapping[str, str]) -> list[tuple[str, F
     return [*found, ("run folder", Folder(sockets.path, sockets.writable, max(sockets.free_bytes, checks.DISK_BYTES)))]
 
 
-def check_ports(config: Config) -> list[Check]:
+def check_ports(config: Config) -> tuple[list[Check], bool]:
+    """And whether a Mizzen runs here already."""
     server = config.server
     wanted = [("MIZZEN_PORT", "MIZZEN_HOST", server.host, server.port)]
     if server.health_port:
         wanted.append(("MIZZEN_HEALTH_PORT", "MIZZEN_HEALTH_HOST", server.health_host, server.health_port))
-    found = []
+    found, running = [], False
     for setting, host_setting, host, port in wanted:
         name = "port" if setting == "MIZZEN_PORT" else "health port"
         try:
             listen(host, port, host_setting=host_setting, port_setting=setting).close()
         except ConfigError as error:
             if phase := running_phase(host, port):
+                running = True
                 found.append(Check(name, "ok", f"{host}:{port}: a Mizzen is there, in phase {phase}"))
             else:
                 found.append(Check(name, "fail", str(error), f"end what listens there, or set {setting}"))
         else:
             found.append(Check(name, "ok", f"{host}:{port} is free"))
-    return found
+    return found, running
 
 
 def running_phase(host: str, port: int) -> str | None:

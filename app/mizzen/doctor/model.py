@@ -21,9 +21,12 @@ def check_model(config: Config) -> tuple[Check, ModelArchitecture | None]:
     try:
         model = prepare_model(msgspec.structs.replace(source, load_format="dummy"), lambda fraction, detail: None)
         arch = parse_architecture(model.path)
-        arch.check_tensor_parallel(config.engine.tensor_parallel_size)
     except ConfigError as error:
         return Check("model", "fail", str(error), "README.md says what MIZZEN_MODEL may be"), None
+    if refused := not_split(arch, config.engine.tensor_parallel_size):
+        fewer = range(config.engine.tensor_parallel_size - 1, 0, -1)
+        best = next(ranks for ranks in fewer if not not_split(arch, ranks))
+        return Check("model", "fail", refused, f"MIZZEN_TENSOR_PARALLEL_SIZE={best} does"), None
     detail = f"{source.model}: {arch.name}, {num_parameters(arch) / 1e9:.2f} billion parameters"
     if source.load_format in ("dummy", "null"):
         return Check("model", "ok", f"{detail}; MIZZEN_LOAD_FORMAT={source.load_format} needs no weights"), arch
@@ -32,6 +35,15 @@ def check_model(config: Config) -> tuple[Check, ModelArchitecture | None]:
     if Path(source.model).expanduser().exists() or offline():
         return Check("model", "fail", f"{detail}; its weights are not here", "download them into that folder"), arch
     return Check("model", "warn", f"{detail}; its weights are not here", "the first start downloads them"), arch
+
+
+def not_split(arch: ModelArchitecture, ranks: int) -> str:
+    """Why so many ranks cannot share it; empty if they can."""
+    try:
+        arch.check_tensor_parallel(ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def offline() -> bool:
@@ -78,11 +90,7 @@ def _advice(config: Config, facts: Facts, arch: ModelArchitecture, found: Fit, w
     """The smallest change that makes it fit."""
     if config.engine.device == "cuda" and facts.driver is not None:
         for ranks in range(config.engine.tensor_parallel_size + 1, len(facts.driver.gpus) + 1):
-            try:
-                arch.check_tensor_parallel(ranks)
-            except ConfigError:
-                continue
-            if fit_of(config, facts, arch, ranks).tokens >= wanted:
+            if not not_split(arch, ranks) and fit_of(config, facts, arch, ranks).tokens >= wanted:
                 return f"MIZZEN_TENSOR_PARALLEL_SIZE={ranks} would fit"
     page = config.engine.cache.page_size
     if found.tokens >= 2 * page:

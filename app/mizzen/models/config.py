@@ -65,7 +65,8 @@ class ModelArchitecture:
 
         def refuse(count: int, what: str) -> ConfigError:
             return ConfigError(
-                f"MIZZEN_TENSOR_PARALLEL_SIZE={size} does not divide this model's {count} {what}",
+                f"MIZZEN_TENSOR_PARALLEL_SIZE={size} does not divide this model's {count} {what}: name a"
+                " number that does (auto is all GPUs)",
                 setting="MIZZEN_TENSOR_PARALLEL_SIZE",
             )
 
