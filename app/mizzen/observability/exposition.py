@@ -3,7 +3,6 @@
 The vLLM-named metrics are made here, from the same numbers: summed over labels and buckets that vLLM does not have.
 """
 
-import importlib.metadata
 import platform
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from mizzen import __version__
 from mizzen.config.config import Config
 from mizzen.observability import metrics
 from mizzen.observability.feed import Histogram, Labels, Samples
@@ -42,7 +42,7 @@ class Merged(Collector):
             engine.scheduler.max_batch_tokens, engine.overlap_depth, config.server.api_workers,
             config.tokenizer_workers,
         )  # fmt: skip
-        self._values["mizzen_build_info"] = {(importlib.metadata.version("mizzen"), platform.python_version()): 1.0}
+        self._values["mizzen_build_info"] = {(__version__, platform.python_version()): 1.0}
         self._values["mizzen_config_info"] = {tuple(map(str, info)): 1.0}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
