@@ -42,6 +42,9 @@ def remove(run_dir: Path) -> None:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all, for whoever reads meanwhile; readable by this user only (it may hold API keys)."""
     draft = path.with_suffix(".draft")
-    draft.touch(mode=0o600)
-    draft.write_bytes(data)
-    draft.replace(path)
+    try:
+        draft.touch(mode=0o600)
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError as error:  # a full disk
+        raise ConfigError(f"cannot write in {path.parent}: {error.strerror}", setting="MIZZEN_RUN_DIR") from error
