@@ -1,0 +1,142 @@
+"""``python -m loadtest``: answers that people believe, from one command against any OpenAI-compatible server."""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from loadtest import terminal
+from loadtest.client import Target
+from loadtest.driver import Driver
+from loadtest.run import Options, RunFailed, run
+from loadtest.scenario import Scenario, ScenarioError, load
+
+EXIT_USAGE, EXIT_FAILED = 2, 1
+SCENARIOS = Path(__file__).parent / "scenarios"
+_FIELDS = ("requests", "duration_s", "warmup_s", "endpoint", "seed")
+# A flag that only one kind of load or workload has also chooses that kind.
+_KINDS = {
+    "load.rate": ("load", "open"), "load.concurrency": ("load", "closed"), "load.speed": ("load", "replay"),
+    "workload.path": ("workload", "trace"),
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 1 if the server failed, 2 for what cannot be run."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ScenarioError as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except RunFailed as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _run(args: argparse.Namespace) -> int:
+    result = start(run(_scenario(args), _options(args)))
+    print(terminal.report(result))
+    write(args, result)
+    return 0 if result["summary"]["complete"] else EXIT_FAILED
+
+
+def write(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def start(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    try:
+        import uvloop
+    except ImportError:  # slower, but the same
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+async def _watch(driver: Driver, scenario: Scenario, label: str) -> None:
+    """Progress; Ctrl-C ends the load and still gives its figures."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, driver.interrupt)
+    try:
+        await terminal.watch(driver, scenario, label)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    kinds = [f"{part}.kind={kind}" for name, (part, kind) in _KINDS.items() if name in given]
+    changes = [f"{name}={json.dumps(value)}" for name, value in given.items() if "." in name or name in _FIELDS]
+    return load(_scenario_path(args.scenario), [*kinds, *changes, *args.set])
+
+
+def _scenario_path(named: str | None) -> Path | None:
+    """A file, or the name of one of ours."""
+    if named is None:
+        return None
+    ours = SCENARIOS / f"{named}.yaml"
+    return ours if ours.exists() and not Path(named).exists() else Path(named)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    try:
+        headers = tuple((name.strip(), value.strip()) for name, _, value in (h.partition(":") for h in args.header))
+        target = Target(args.base_url, args.api_key or os.environ.get("OPENAI_API_KEY"), headers, not args.insecure)
+    except ValueError as error:
+        raise ScenarioError(f"--base-url: {error}") from None
+    return Options(target, args.model, args.tokenizer, args.metrics_url, args.sample_s, _watch, args.records)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser("run", help="one load, its figures", allow_abbrev=False)
+    _add_common(one)
+    one.set_defaults(run=_run)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    whom = parser.add_argument_group("whom to ask")
+    whom.add_argument("--base-url", required=True, help="such as http://127.0.0.1:8000/v1")
+    whom.add_argument("--model", help="default: the first that the server lists")
+    whom.add_argument("--api-key", help="default: OPENAI_API_KEY")
+    whom.add_argument("--header", action="append", default=[], metavar="NAME:VALUE")
+    whom.add_argument("--insecure", action="store_true", help="any TLS certificate will do")
+    what = parser.add_argument_group("what to ask", "a scenario's fields; --set changes any of them")
+    what.add_argument("--scenario", metavar="FILE", help=f"YAML, or one of ours: {', '.join(_ours())}")
+    what.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="such as load.rate=8")
+    what.add_argument("--endpoint", choices=["chat", "completions"])
+    what.add_argument("--rate", type=float, dest="load.rate", help="an open loop's requests a second")
+    what.add_argument("--concurrency", type=int, dest="load.concurrency", help="a closed loop's users")
+    what.add_argument("--speed", type=float, dest="load.speed", help="of a replayed trace")
+    what.add_argument("--requests", type=int)
+    what.add_argument("--duration", type=float, dest="duration_s", metavar="S")
+    what.add_argument("--warmup", type=float, dest="warmup_s", metavar="S")
+    what.add_argument("--input-tokens", type=int, dest="workload.input_tokens")
+    what.add_argument("--output-tokens", type=int, dest="workload.output_tokens")
+    what.add_argument("--trace", dest="workload.path", metavar="FILE")
+    what.add_argument("--trace-format", dest="workload.format", choices=["azure", "mooncake", "bailian"])
+    what.add_argument("--seed", type=int)
+    how = parser.add_argument_group("how")
+    how.add_argument("--tokenizer", type=Path, help="the model's tokenizer.json, or its folder")
+    how.add_argument("--metrics-url", help="default: /metrics of the same server; '' for none")
+    how.add_argument("--sample-s", type=float, default=1.0, help="between samples of it")
+    how.add_argument("--json", type=Path, help="the result, with all that it takes to run it again")
+    how.add_argument("--records", type=Path, help="every request and arrival, one JSON object a line")
+
+
+def _ours() -> list[str]:
+    return sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
