@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def _download(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sleep(args: argparse.Namespace) -> int:
+    time.sleep(args.seconds)
+    return 0
+
+
 def _convert(args: argparse.Namespace) -> int:
     from mizzen.models.gguf_folder import convert_gguf
 
@@ -133,6 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flags(download)
     download.set_defaults(run=_download)
+
+    sleep = verbs.add_parser("sleep", help="wait: preStop of Kubernetes before 1.30", allow_abbrev=False)
+    sleep.add_argument("seconds", type=float, metavar="SECONDS")
+    sleep.set_defaults(run=_sleep)
 
     convert = verbs.add_parser("convert", help="make a model folder of a GGUF file", allow_abbrev=False)
     convert.add_argument("source", type=Path, metavar="SRC.gguf")

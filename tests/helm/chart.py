@@ -1,8 +1,12 @@
 """The chart through the real Helm, and what it rendered as objects."""
 
+import copy
+import functools
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +21,42 @@ SCHEMAS = Path(os.environ.get("TEST_CRDS") or ROOT.parent / "shared" / "schemas"
 LEAST = ("--set-json", 'config.model="org/model"')
 Object = dict[str, Any]
 
+sys.path.insert(0, str(ROOT / "helm"))  # the generator behind `make chart`
 
-def helm(*arguments: str, name: str = "helm") -> subprocess.CompletedProcess[str]:
-    """Skips, naming it, where there is no Helm."""
+
+def tool(name: str) -> str:
+    """Its path. Skips, naming it, where there is none."""
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"no {name} on the PATH")
-    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return path
+
+
+def run(command: list[str], given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=60, check=False)
+
+
+def helm(*arguments: str, name: str = "helm", given: str = "") -> subprocess.CompletedProcess[str]:
+    return run([tool(name), *arguments], given)
+
+
+@functools.cache
+def _template(arguments: tuple[str, ...], version: str, name: str, given: str) -> list[Object]:
+    base = ("template", "llm", str(CHART), "-n", "serving", "--kube-version", version)
+    done = helm(*base, *arguments, name=name, given=given)
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.load_all(done.stdout, yaml.CSafeLoader) if found]
 
 
 def template(*arguments: str, version: str = "1.35.0", name: str = "helm") -> list[Object]:
-    done = helm("template", "llm", str(CHART), "-n", "serving", "--kube-version", version, *arguments, name=name)
-    assert done.returncode == 0, done.stderr
-    return [found for found in yaml.safe_load_all(done.stdout) if found]
+    return copy.deepcopy(_template(arguments, version, name, ""))
+
+
+def render(values: Object | None = None, version: str = "1.35.0", name: str = "helm") -> list[Object]:
+    """With these values, and a model if they name none."""
+    given = values or {}
+    given = given | {"config": {"model": "org/model"} | given.get("config", {})}
+    return copy.deepcopy(_template(("-f", "-"), version, name, json.dumps(given)))
 
 
 def example(name: str, version: str = "1.35.0", helm_name: str = "helm") -> list[Object]:
@@ -42,19 +69,48 @@ def refusal(*arguments: str, version: str = "1.35.0", name: str = "helm") -> str
     return done.stderr
 
 
-def one(objects: list[Object], kind: str) -> Object:
-    found = [item for item in objects if item["kind"] == kind]
+def kinds(objects: list[Object]) -> set[str]:
+    return {item["kind"] for item in objects}
+
+
+def one(objects: list[Object], kind: str, name: str = "") -> Object:
+    found = [item for item in objects if item["kind"] == kind and name in ("", item["metadata"]["name"])]
     assert len(found) == 1, f"{len(found)} of {kind}"
     return found[0]
 
 
+def workload(objects: list[Object]) -> Object:
+    """The Deployment or StatefulSet."""
+    (found,) = [item for item in objects if item["kind"] in ("Deployment", "StatefulSet")]
+    return found
+
+
 def pod(objects: list[Object]) -> Object:
-    return one(objects, "Deployment")["spec"]["template"]["spec"]
+    return workload(objects)["spec"]["template"]["spec"]
 
 
 def server(objects: list[Object]) -> Object:
     return pod(objects)["containers"][0]
 
 
+def download(objects: list[Object]) -> Object:
+    (found,) = pod(objects)["initContainers"]
+    return found
+
+
 def environment(objects: list[Object]) -> dict[str, str]:
     return {entry["name"]: entry.get("value", "") for entry in server(objects)["env"]}
+
+
+def volumes(objects: list[Object]) -> dict[str, Object]:
+    return {volume["name"]: volume for volume in pod(objects)["volumes"]}
+
+
+def mounts(container: Object) -> dict[str, Object]:
+    return {mount["name"]: mount for mount in container["volumeMounts"]}
+
+
+def pod_specs(objects: list[Object]) -> list[Object]:
+    """Of everything that makes pods."""
+    templates = [item["spec"]["template"] for item in objects if item["kind"] in ("Deployment", "StatefulSet", "Job")]
+    return [found["spec"] for found in [*templates, *(item for item in objects if item["kind"] == "Pod")]]

@@ -1,14 +1,10 @@
-"""Wrong values are refused before anything is installed, by their key; and what is generated is up to date."""
+"""Wrong values are refused before anything is installed, by their key; those that cannot work together, in a line."""
 
-import importlib.util
 import json
-import tomllib
-from types import ModuleType
 from typing import Any
 
 import chart
 import pytest
-import yaml
 from chart import LEAST, refusal
 
 WRONG: list[tuple[str, Any]] = [
@@ -44,6 +40,17 @@ WRONG: list[tuple[str, Any]] = [
     ("autoscaling.kind", "cpu"),
     ("monitoring.interval", "often"),
     ("tolerations", "all"),
+    ("tolerations", [{"kye": "gpu"}]),
+    ("kind", "DaemonSet"),
+    ("gpu", None),
+    ("config.drain_timeout_s", None),
+    ("loadBalancer", "nginx"),
+    ("model.accessModes", []),
+    ("inferencePool.endpointPicker.failureMode", "Panic"),
+    ("httpRoute.parentRefs", [{"namespce": "gateway"}]),
+    ("networkPolicy.ingressCidrs", ["10.0.0.1"]),
+    ("loadTest.args", "--rate 1"),
+    ("resourceClaims", [{"claim": "gpu"}]),
 ]
 
 
@@ -51,92 +58,93 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}={value}" for key, value in WRONG])
 def test_a_wrong_value_is_refused_by_its_key(key: str, value: Any, name: str) -> None:
     said = refusal(*LEAST, "--set-json", f"{key}={json.dumps(value)}", name=name)
-    assert key.split(".")[-1] in said
+    for part in key.split("."):
+        assert part in said
 
 
+NO_SURGE = ",strategy.maxSurge=0,strategy.maxUnavailable=1"
+OUTSIDE = "requests from outside would not get in: name the gateway's namespace in networkPolicy.namespaces"
+POOL = "inferencePool.enabled=true,inferencePool.endpointPicker.name=picker"
+ROUTE = "httpRoute.enabled=true,httpRoute.parentRefs[0].name=public"
+
+
+@pytest.mark.parametrize("name", ["helm3", "helm4"])
 @pytest.mark.parametrize(
     ("values", "line"),
     [
         ("config.model=", "config.model is empty"),
         ("config.tensor_parallel_size=16", "a model over more than one node is not supported yet"),
-        ("model.existingClaim=a,model.image=b", "exclude each other"),
+        ("config.tensor_parallel_size=2,gpu.perNode=1", "a node has 1 GPUs (gpu.perNode)"),
+        ("model.existingClaim=a,model.image=b", "model.existingClaim and model.image exclude each other"),
         ("cache.models.create=true,replicas=2", "cache.models is a ReadWriteOnce claim, which 2 replicas cannot share"),
         ("cache.compiled.existingClaim=a", "cache.compiled is a ReadWriteOnce claim: set strategy.maxSurge to 0"),
         ("cache.models.create=true,autoscaling.kind=hpa", "which 4 replicas cannot share"),
+        ("kind=StatefulSet,cache.models.existingClaim=a,replicas=2", "which 2 replicas cannot share"),
+        ("model.existingClaim=a,model.accessModes={ReadWriteOnce},replicas=2", "model is a ReadWriteOnce claim"),
+        ("model.existingClaim=a,model.accessModes={ReadWriteOnce}", "model is a ReadWriteOnce claim: set strategy"),
         ("strategy.maxSurge=0", "nothing could ever be replaced"),
         ("monitoring.podMonitor=true,monitoring.serviceMonitor=true", "choose one"),
         ("monitoring.podMonitor=true,config.metrics_require_key=true", "monitoring.authorization must name a key"),
-        ("autoscaling.kind=hpa,config.metrics=false", "config.metrics is false: monitors and autoscaling need it"),
+        ("monitoring.serviceMonitor=true,config.metrics=false", "config.metrics is false"),
+        ("autoscaling.kind=hpa,config.metrics=false", "config.metrics is false: monitors, autoscaling and"),
+        (POOL + ",config.metrics=false", "config.metrics is false"),
         ("autoscaling.kind=keda,autoscaling.minReplicas=9", "autoscaling.maxReplicas is below"),
         ("inferencePool.enabled=true", "inferencePool.endpointPicker.name is empty"),
         ("httpRoute.enabled=true", "httpRoute.parentRefs is empty"),
+        ("ingress.enabled=true", OUTSIDE),
+        (ROUTE, OUTSIDE),
+        ("service.type=LoadBalancer", OUTSIDE),
+        ("service.type=NodePort", OUTSIDE),
+        ("loadBalancer=gke-gateway", "loadBalancer is gke-gateway: httpRoute.enabled must be true"),
+        ("loadBalancer=gke-ingress", "loadBalancer is gke-ingress: ingress.enabled must be true"),
+        ("loadBalancer=alb", "loadBalancer is alb: ingress.enabled must be true"),
+        ("loadBalancer=alb,ingress.enabled=true,networkPolicy.namespaces={a}", "networkPolicy.ingressCidrs is empty"),
     ],
 )
-def test_what_could_never_work_is_refused_in_a_line(values: str, line: str) -> None:
-    assert line in refusal(*LEAST, "--set", values)
+def test_what_could_never_work_is_refused_in_a_line(values: str, line: str, name: str) -> None:
+    assert line in refusal(*LEAST, "--set", values, name=name)
 
 
-def test_an_image_volume_needs_kubernetes_1_35() -> None:
-    said = refusal(*LEAST, "--set", "model.image=registry/model:1", version="1.34.9")
-    assert "model.image needs Kubernetes 1.35, this is v1.34.9" in said
-    objects = chart.template(*LEAST, "--set", "model.image=registry/model:1", version="1.35.0")
-    assert {"name": "model", "image": {"reference": "registry/model:1", "pullPolicy": "IfNotPresent"}} in chart.pod(
-        objects
-    )["volumes"]
+@pytest.mark.parametrize(
+    "values",
+    [
+        "config.device=cpu,config.tensor_parallel_size=16",  # ranks on the CPU are no GPUs of a node
+        "config.tensor_parallel_size=16,gpu.perNode=16",
+        "cache.models.create=true" + NO_SURGE,
+        "cache.models.create=true,replicas=2,cache.models.accessModes={ReadWriteMany}",
+        "cache.models.create=true,kind=StatefulSet,replicas=2",
+        "cache.models.existingClaim=a,kind=StatefulSet",
+        "model.existingClaim=a,replicas=2",
+        "model.existingClaim=a,model.accessModes={ReadWriteMany},replicas=2",
+        "model.existingClaim=a,model.accessModes={ReadWriteOnce}" + NO_SURGE,
+        "kind=StatefulSet,strategy.maxSurge=0",
+        "config.metrics=false",
+        POOL,
+        "config.metrics_require_key=true",
+        "monitoring.podMonitor=true,config.metrics_require_key=true,monitoring.authorization.type=Bearer",
+        "autoscaling.kind=keda,autoscaling.minReplicas=4",
+        "autoscaling.minReplicas=9",
+        "ingress.enabled=true,networkPolicy.namespaces={traefik}",
+        ROUTE + ",networkPolicy.ingressCidrs={10.0.0.0/8}",
+        "service.type=LoadBalancer,networkPolicy.enabled=false",
+        "loadBalancer=alb,ingress.enabled=true,networkPolicy.enabled=false",
+    ],
+)
+def test_what_can_work_is_not_refused(values: str) -> None:
+    assert chart.template(*LEAST, "--set", values)
 
 
-def test_global_values_of_a_parent_chart_are_let_through() -> None:
-    assert chart.template(*LEAST, "--set", "global.team=search")
+@pytest.mark.parametrize(
+    ("values", "line", "before", "since"),
+    [
+        ("model.image=r/model:1", "model.image needs Kubernetes 1.35", "1.34.9", "1.35.0"),
+        ("resourceClaims[0].name=gpu", "resourceClaims needs Kubernetes 1.34", "1.33.9", "1.34.0"),
+    ],
+)
+def test_what_a_cluster_is_too_old_for_is_refused(values: str, line: str, before: str, since: str) -> None:
+    assert f"{line}, this is v{before}" in refusal(*LEAST, "--set", values, version=before)
+    assert chart.template(*LEAST, "--set", values, version=since)
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chart_generate", chart.ROOT / "helm" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_charts_schema_and_copies_are_up_to_date() -> None:
-    for path, text in generator().generated().items():
-        assert path.read_text() == text, f"{path} is old: run `make chart`"
-
-
-def test_every_value_has_a_schema_and_every_schema_but_the_settings_a_value() -> None:
-    def paths(tree: Any, prefix: str = "") -> set[str]:
-        if not isinstance(tree, dict) or not tree:
-            return {prefix}
-        return set().union(*(paths(value, f"{prefix}.{key}") for key, value in tree.items()))
-
-    def named(schema: Any, prefix: str = "") -> set[str]:
-        if "properties" not in schema:
-            return {prefix}
-        return set().union(*(named(value, f"{prefix}.{key}") for key, value in schema["properties"].items()))
-
-    open_ones = (
-        ".config.",
-        ".global",
-        ".resources",
-        ".podSecurityContext",
-        ".securityContext",
-        ".monitoring.dashboardLabels",
-    )
-    values = paths(yaml.safe_load((chart.CHART / "values.yaml").read_text()))
-    schema = named(json.loads((chart.CHART / "values.schema.json").read_text()))
-    assert {path for path in values if not path.startswith(open_ones)} == {
-        path for path in schema if not path.startswith(open_ones)
-    }
-
-
-def test_the_chart_installs_the_version_beside_it() -> None:
-    project = tomllib.loads((chart.ROOT / "pyproject.toml").read_text())["project"]
-    assert yaml.safe_load((chart.CHART / "Chart.yaml").read_text())["appVersion"] == project["version"]
-
-
-@pytest.mark.parametrize("name", ["cpu", "h200", "h200-tp4"])
-def test_plain_manifests_are_what_the_chart_renders(name: str) -> None:
-    chart.helm("version")
-    objects = list(yaml.safe_load_all((chart.ROOT / "k8s" / name / "mizzen.yaml").read_text()))
-    assert objects == list(yaml.safe_load_all(generator().plain(name))), "run `make chart`"
-    assert not {"Pod", "Secret"} & {item["kind"] for item in objects}
+def test_a_cluster_older_than_the_chart_is_refused() -> None:
+    assert "1.28.0" in refusal(*LEAST, version="1.27.9")

@@ -1,11 +1,19 @@
-"""`helm test`: the release is ready, lists its models, completes, streams, and counts. Standard library only."""
+"""`helm test`: the release is ready, lists its models, completes, streams and counts; or what the arguments name.
+
+Standard library only: it runs in the server's image or in any with Python. ``load`` waits until the release is ready,
+and then becomes `python3 -m loadtest` with the arguments that follow.
+"""
 
 import json
 import os
+import sys
+import time
+import urllib.error
 import urllib.request
 
 KEYS = [line.strip() for line in os.environ.get("KEYS", "").splitlines()]
 KEY = next((line for line in KEYS if line and not line.startswith("#")), "")
+API, HEALTH = os.environ["API"], os.environ["HEALTH"]
 
 
 def call(url, body=None):
@@ -15,21 +23,61 @@ def call(url, body=None):
         return answer.read().decode()
 
 
-api, health = os.environ["API"], os.environ["HEALTH"]
-assert json.loads(call(f"{health}/health/ready"))["ready"], "not ready"
-print("ready")
-model = json.loads(call(f"{api}/v1/models"))["data"][0]["id"]
-print("models:", model)
-request = {"model": model, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-whole = json.loads(call(f"{api}/v1/completions", request))["choices"][0]["text"]
-assert whole, "an empty completion"
-print("completion:", repr(whole))
-lines = [line for line in call(f"{api}/v1/completions", request | {"stream": True}).splitlines() if line]
-assert lines[-1] == "data: [DONE]", lines[-1]
-chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-assert streamed, "an empty stream"
-print("streaming:", repr(streamed))
-if os.environ["METRICS"] == "true":
-    assert "mizzen_requests_finished_total" in call(f"{health}/metrics"), "no metrics"
+def model():
+    return json.loads(call(f"{API}/v1/models"))["data"][0]["id"]
+
+
+def request():
+    return {"model": model(), "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+
+
+def ready():
+    assert json.loads(call(f"{HEALTH}/health/ready"))["ready"], "not ready"
+    print("ready")
+
+
+def models():
+    print("models:", model())
+
+
+def completion():
+    whole = json.loads(call(f"{API}/v1/completions", request()))["choices"][0]["text"]
+    assert whole, "an empty completion"
+    print("completion:", repr(whole))
+
+
+def streaming():
+    lines = [line for line in call(f"{API}/v1/completions", request() | {"stream": True}).splitlines() if line]
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert streamed, "an empty stream"
+    print("streaming:", repr(streamed))
+
+
+def metrics():
+    assert "mizzen_requests_finished_total" in call(f"{HEALTH}/metrics"), "no metrics"
     print("metrics")
+
+
+def load(arguments):
+    deadline = time.monotonic() + float(os.environ["WAIT_S"])
+    while True:
+        try:
+            ready()
+            break
+        except (urllib.error.URLError, TimeoutError) as error:  # loading answers 503; nobody may listen yet
+            if time.monotonic() > deadline:
+                sys.exit(f"not ready: {error}")
+            time.sleep(2)
+    if KEY:
+        os.environ["OPENAI_API_KEY"] = KEY
+    os.execv(sys.executable, [sys.executable, "-m", "loadtest", *arguments])
+
+
+TESTS = {"ready": ready, "models": models, "completion": completion, "streaming": streaming, "metrics": metrics}
+
+if sys.argv[1:2] == ["load"]:
+    load(sys.argv[2:])
+for name in sys.argv[1:] or TESTS:
+    TESTS[name]()

@@ -50,7 +50,7 @@ labels:
 {{- end -}}
 
 {{- define "mizzen.graceSeconds" -}}
-{{- add .Values.preStopSeconds (ceil .Values.config.drain_timeout_s | int64) 15 -}}
+{{- add (include "mizzen.drainSeconds" .) 15 -}}
 {{- end -}}
 
 {{- define "mizzen.startupSeconds" -}}
@@ -73,14 +73,34 @@ labels:
 {{- .Values.huggingface.existingSecret | default (ternary (printf "%s-huggingface" (include "mizzen.fullname" .)) "" (not (empty .Values.huggingface.token))) -}}
 {{- end -}}
 
+{{/* Whose a cache's claim is: existing, created (one of the release), template (one of each pod), or nothing. */}}
+{{- define "mizzen.claimOf" -}}
+{{- $cache := index .root.Values.cache .name -}}
+{{- if $cache.existingClaim -}}existing
+{{- else if $cache.create -}}{{ ternary "template" "created" (eq .root.Values.kind "StatefulSet") }}
+{{- end -}}
+{{- end -}}
+
+{{- define "mizzen.claimSpec" -}}
+accessModes: {{ toJson .accessModes }}
+{{- with .storageClassName }}
+storageClassName: {{ . }}
+{{- end }}
+resources: {requests: {storage: {{ .size }}}}
+{{- end -}}
+
+{{/* Nothing where a claim template makes the volume. */}}
 {{- define "mizzen.cacheVolume" -}}
 {{- $cache := index .root.Values.cache .name -}}
+{{- $claim := include "mizzen.claimOf" . -}}
+{{- if ne $claim "template" -}}
 - name: {{ .name }}
-{{- if or $cache.existingClaim $cache.create }}
+{{- if $claim }}
   persistentVolumeClaim:
     claimName: {{ $cache.existingClaim | default (printf "%s-%s" (include "mizzen.fullname" .root) .name) }}
 {{- else }}
   emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -95,6 +115,57 @@ relabelings:
 authorization:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* Only a ClusterIP Service has the health port; /metrics is the same on both. */}}
+{{- define "mizzen.monitorPort" -}}
+{{ ternary "health" "http" (eq .Values.service.type "ClusterIP") }}
+{{- end -}}
+
+{{/* 4318 of http://collector:4318, or the scheme's own. */}}
+{{- define "mizzen.urlPort" -}}
+{{- $url := urlParse . -}}
+{{- $given := regexFind ":[0-9]+$" $url.host | trimPrefix ":" -}}
+{{- $given | default (ternary "443" "80" (eq $url.scheme "https")) -}}
+{{- end -}}
+
+{{/* What tests and load tests call. */}}
+{{- define "mizzen.url" -}}
+http://{{ include "mizzen.fullname" . }}:{{ int64 .Values.service.port }}
+{{- end -}}
+
+{{- define "mizzen.healthUrl" -}}
+{{ if eq (include "mizzen.monitorPort" .) "http" }}{{ include "mizzen.url" . }}
+{{- else }}http://{{ include "mizzen.fullname" . }}:{{ int64 .Values.config.health_port }}{{ end }}
+{{- end -}}
+
+{{/* Of what calls the release: no server's selector finds it, the network policy lets it in. */}}
+{{- define "mizzen.clientLabels" -}}
+app.kubernetes.io/name: {{ include "mizzen.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: test
+{{- end -}}
+
+{{/* Seconds that what stands before the server must wait for an answer: its own 504 says more than theirs. */}}
+{{- define "mizzen.answerSeconds" -}}
+{{- add 10 (ceil (.Values.config.request_timeout_s | default 600) | int64) -}}
+{{- end -}}
+
+{{/* Seconds that connections of a pod that ends may last. */}}
+{{- define "mizzen.drainSeconds" -}}
+{{- add .Values.preStopSeconds (ceil .Values.config.drain_timeout_s | int64) -}}
+{{- end -}}
+
+{{- define "mizzen.albAnnotations" -}}
+alb.ingress.kubernetes.io/target-type: ip
+alb.ingress.kubernetes.io/healthcheck-path: /health/ready
+alb.ingress.kubernetes.io/healthcheck-interval-seconds: "5"
+alb.ingress.kubernetes.io/healthcheck-timeout-seconds: "4"
+alb.ingress.kubernetes.io/healthy-threshold-count: "2"
+alb.ingress.kubernetes.io/unhealthy-threshold-count: "2"
+alb.ingress.kubernetes.io/success-codes: "200"
+alb.ingress.kubernetes.io/load-balancer-attributes: idle_timeout.timeout_seconds={{ min 4000 (include "mizzen.answerSeconds" .) }}
+alb.ingress.kubernetes.io/target-group-attributes: deregistration_delay.timeout_seconds={{ min 3600 (include "mizzen.drainSeconds" .) }},load_balancing.algorithm.type=least_outstanding_requests
 {{- end -}}
 
 {{/* Variables of the server and of what downloads for it. */}}
