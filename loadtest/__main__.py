@@ -92,7 +92,9 @@ def _options(args: argparse.Namespace) -> Options:
         target = Target(args.base_url, args.api_key or os.environ.get("OPENAI_API_KEY"), headers, not args.insecure)
     except ValueError as error:
         raise ScenarioError(f"--base-url: {error}") from None
-    return Options(target, args.model, args.tokenizer, args.metrics_url, args.sample_s, _watch, args.records)
+    return Options(
+        target, args.model, args.tokenizer, args.metrics_url, args.sample_s, args.wait_s, _watch, args.records
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +112,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     whom.add_argument("--model", help="default: the first that the server lists")
     whom.add_argument("--api-key", help="default: OPENAI_API_KEY")
     whom.add_argument("--header", action="append", default=[], metavar="NAME:VALUE")
+    whom.add_argument("--wait", type=float, default=0.0, dest="wait_s", metavar="S", help="for a server that starts")
     whom.add_argument("--insecure", action="store_true", help="any TLS certificate will do")
     what = parser.add_argument_group("what to ask", "a scenario's fields; --set changes any of them")
     what.add_argument("--scenario", metavar="FILE", help=f"YAML, or one of ours: {', '.join(_ours())}")

@@ -92,8 +92,8 @@ def arrived(records: Iterable[Record]) -> tuple[NDArray[np.float64], NDArray[np.
     return (np.concatenate(times), np.concatenate(counts)) if times else (np.empty(0), np.empty(0))
 
 
-def summary(seen: Seen, measured: Window, slo: Slo) -> dict[str, Any]:
-    """All figures of a run; of the measured requests unless it says otherwise."""
+def summary(seen: Seen, measured: Window, slo: Slo, *, offers: bool = True) -> dict[str, Any]:
+    """All figures of a run; of the measured requests unless it says otherwise. ``offers``: the load is an open one."""
     records = [record for record in seen.records if record.answer.due_s >= measured.start_s]
     complete = [record for record in records if record.answer.outcome == COMPLETE]
     busy_s = max((record.answer.ended_s or 0.0 for record in records), default=measured.start_s) - measured.start_s
@@ -114,7 +114,7 @@ def summary(seen: Seen, measured: Window, slo: Slo) -> dict[str, Any]:
         "interrupted": seen.interrupted,
         "load_s": span_s,
         "duration_s": busy_s,
-        "offered_requests_per_s": _rate(len(records), span_s),
+        "offered_requests_per_s": _rate(len(records), span_s) if offers else None,
         "requests_per_s": _rate(len(complete), busy_s),
         "requests_per_s_under_load": _rate(done_while_loaded, span_s),
         "output_tokens_per_s": _rate(tokens, busy_s),

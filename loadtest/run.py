@@ -40,13 +40,15 @@ class RunFailed(Exception):
 @dataclass(frozen=True)
 class Options:
     """Whom to ask and what to do beside. ``model``: by default the first that the server lists. ``metrics_url``: None
-    is /metrics of the same server, "" is none. ``watch`` runs beside a load. ``records``: a file for every request."""
+    is /metrics of the same server, "" is none. ``wait_s``: how long the server may take to be there. ``watch`` runs
+    beside a load. ``records``: a file for every request."""
 
     target: Target
     model: str | None = None
     tokenizer: Path | None = None
     metrics_url: str | None = None
     sample_s: float = 1.0
+    wait_s: float = 0.0
     watch: Callable[[Driver, Scenario, str], Any] | None = None
     records: Path | None = None
 
@@ -68,14 +70,19 @@ class Counting:
 
 
 def served(options: Options) -> Served:
-    """Raises RunFailed."""
-    url = options.target.url("/models")
-    try:
-        listed = msgspec.json.decode(fetch(options.target, url, timeout_s=30.0)).get("data") or []
-    except (OSError, ValueError, AttributeError) as error:
-        if options.model is not None:
-            return Served(options.model, None)
-        raise RunFailed(f"{url}: {error} (give the model's name with --model)") from None
+    """Asks what is served, for ``wait_s`` until there is an answer. Raises RunFailed."""
+    url, until_s = options.target.url("/models"), time.monotonic() + options.wait_s
+    while True:
+        try:
+            listed = msgspec.json.decode(fetch(options.target, url, timeout_s=30.0)).get("data") or []
+            break
+        except (OSError, ValueError, AttributeError) as error:
+            if time.monotonic() < until_s:
+                time.sleep(0.5)
+            elif options.model is not None:  # not every server has a list
+                return Served(options.model, None)
+            else:
+                raise RunFailed(f"{url}: {error} (--wait waits for it, --model does without it)") from None
     models = {entry["id"]: entry.get("max_model_len") for entry in listed if isinstance(entry, dict) and "id" in entry}
     name = options.model or next(iter(models), None)
     if name is None:
@@ -181,7 +188,7 @@ async def run(scenario: Scenario, options: Options, label: str = "") -> dict[str
         "dropped_too_long": made.dropped_too_long,
         "counting": {"template_tokens": counting.overhead, "tokens_per_word": counting.tokens_per_word,
                      "tokenizer": str(options.tokenizer) if options.tokenizer else None},
-        "summary": measures.summary(seen, measured, scenario.slo),
+        "summary": measures.summary(seen, measured, scenario.slo, offers=not isinstance(scenario.load, Closed)),
         "histograms": measures.histograms(seen, measured),
         "timeline": measures.timeline(seen),
         "measured_s": [measured.start_s - seen.start_s, measured.load_end_s - seen.start_s],
@@ -256,7 +263,7 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": [Path(sys.argv[0]).name, *_without_secrets(sys.argv[1:])],
+        "command": ["python", "-m", "loadtest", *_without_secrets(sys.argv[1:])],
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

@@ -85,7 +85,8 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"requests      {one['complete']:,} of {one['requests']:,} complete"
         + (f" ({one['warmup_requests']:,} more as warm-up)" if one["warmup_requests"] else "")
-        + f"; offered {number(one['offered_requests_per_s'])}/s, done {number(one['requests_per_s'])}/s,"
+        + (f"; offered {number(one['offered_requests_per_s'])}/s" if one["offered_requests_per_s"] else "")
+        + f"; done {number(one['requests_per_s'])}/s,"
         f" under load {number(one['requests_per_s_under_load'])}/s",
         f"tokens        output {number(one['output_tokens_per_s'])}/s, under load"
         f" {number(one['output_tokens_per_s_under_load'])}/s; input {number(one['input_tokens_per_s'])}/s",

@@ -161,7 +161,7 @@ def test_what_the_run_cuts_off_is_unfinished_not_forgotten(monkeypatch: pytest.M
 
 
 def test_nobody_listening_is_told_at_once() -> None:
-    with pytest.raises(running.RunFailed, match="give the model's name"):
+    with pytest.raises(running.RunFailed, match="--model does without it"):
         asyncio.run(run(scenario(), Options(Target("http://127.0.0.1:9"), metrics_url="")))
 
 
