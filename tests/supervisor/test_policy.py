@@ -262,6 +262,22 @@ def test_pending_work_without_progress_is_a_hang_though_heartbeats_come() -> Non
     assert Kill("engine-0") in service.take()
 
 
+def test_a_load_longer_than_the_deadline_of_serving_is_no_standstill_when_it_ends() -> None:
+    service = Simulation().serve()
+    service.die("engine-0", 1)
+    service.silent |= {"engine-0", "engine-1"}  # they speak for themselves
+    service.run(5.0)
+    for _ in range(120):  # a minute of loading, whose beats say that there is work
+        for name in service.silent:
+            service.receive(name, Beat("compile", pending=True))
+        service.run(0.5)
+    service.ready(*service.silent)
+    service.take()
+    service.run(0.3)  # the supervisor looks before the first beat of serving
+    assert service.health.ready
+    assert not service.take()
+
+
 def test_saturation_and_idleness_are_no_hang() -> None:
     service = Simulation().serve()
     service.pending.add("engine-0")  # always pending, always moving

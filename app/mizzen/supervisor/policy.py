@@ -261,7 +261,7 @@ class Policy:
                 self._model = message.model
                 self._out.append(WriteModel(message.model))
             return
-        process.state, process.phase = "ready", "serve"
+        process.state, process.phase, process.progress_s = "ready", "serve", now  # a load counts as no standstill
         if message.engine is not None:
             self._engine = message.engine
         group = self._groups[process.spec.group]
