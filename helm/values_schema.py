@@ -185,7 +185,7 @@ def schema() -> dict[str, Any]:
             dashboardLabels=MAP,
         ),
         tests=closed(image=TEXT),
-        loadTest=closed(enabled=FLAG, image=TEXT, args=TEXTS, resources=resources),
+        loadTest=closed(enabled=FLAG, image=TEXT, args={**TEXTS, "minItems": 1}, resources=resources),
     )
     values["properties"] = {"global": ANY_MAP} | values["properties"]  # a parent chart's
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart mizzen"} | values

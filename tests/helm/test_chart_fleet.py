@@ -196,9 +196,9 @@ def test_a_load_test_is_a_job_and_other_arguments_make_another() -> None:
     def job(**values: object) -> chart.Object:
         return one(render({"loadTest": {"enabled": True, **values}}), "Job")
 
-    made = job(args=["--rate", "2"], resources={"requests": {"cpu": "3"}})
+    made = job(args=["run", "--rate", "2"], resources={"requests": {"cpu": "3"}})
     (container,) = made["spec"]["template"]["spec"]["containers"]
-    assert container["args"] == ["load", "--rate", "2"]
+    assert container["args"] == ["load", "run", "--rate", "2"]
     assert container["resources"]["requests"]["cpu"] == "3"
     assert made["spec"]["backoffLimit"] == 0
     names = {job(args=arguments)["metadata"]["name"] for arguments in (["a"], ["b"], ["a"])}

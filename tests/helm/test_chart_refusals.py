@@ -50,6 +50,7 @@ WRONG: list[tuple[str, Any]] = [
     ("httpRoute.parentRefs", [{"namespce": "gateway"}]),
     ("networkPolicy.ingressCidrs", ["10.0.0.1"]),
     ("loadTest.args", "--rate 1"),
+    ("loadTest.args", []),
     ("resourceClaims", [{"claim": "gpu"}]),
 ]
 

@@ -12,9 +12,9 @@ from service.running import Server
 SCRIPT = Path(__file__).parents[2] / "helm" / "mizzen" / "files" / "test.py"
 
 
-def run(server: Server, **variables: str) -> "subprocess.CompletedProcess[str]":
-    given = {"API": server.url, "HEALTH": server.health_url, "METRICS": "true"} | variables
-    command = [sys.executable, "-I", str(SCRIPT)]
+def run(server: Server, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    given = {"API": server.url, "HEALTH": server.health_url, "WAIT_S": "0"} | variables
+    command = [sys.executable, "-I", str(SCRIPT), *arguments]
     return subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -30,8 +30,28 @@ def test_helm_test_passes_on_a_server_that_serves(server: Server) -> None:
     ]
 
 
-def test_helm_test_fails_where_nothing_serves(server: Server) -> None:
-    assert run(server, HEALTH="http://127.0.0.1:1").returncode != 0
+@pytest.mark.parametrize("name", ["ready", "models", "completion", "streaming", "metrics"])
+def test_each_test_of_helm_test_fails_where_nothing_serves_and_alone_passes_where_something_does(
+    server: Server, name: str
+) -> None:
+    assert run(server, name, API="http://127.0.0.1:1", HEALTH="http://127.0.0.1:1").returncode != 0
+    done = run(server, name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(name)
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_load_test_waits_until_the_release_is_ready(server: Server) -> None:
+    never = run(server, "load", "run", HEALTH="http://127.0.0.1:1")
+    assert never.returncode != 0
+    assert "not ready" in never.stderr
+
+
+@pytest.mark.slow
+def test_the_load_test_runs_to_its_end(server: Server) -> None:
+    given = ["--concurrency", "2", "--requests", "4", "--warmup", "0", "--output-tokens", "4"]
+    done = run(server, "load", "run", *given)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -1,14 +1,13 @@
 """`helm test`: the release is ready, lists its models, completes, streams and counts; or what the arguments name.
 
 Standard library only: it runs in the server's image or in any with Python. ``load`` waits until the release is ready,
-and then becomes `python3 -m loadtest` with the arguments that follow.
+and becomes `python3 -m loadtest` with the arguments that follow.
 """
 
 import json
 import os
 import sys
 import time
-import urllib.error
 import urllib.request
 
 KEYS = [line.strip() for line in os.environ.get("KEYS", "").splitlines()]
@@ -60,24 +59,24 @@ def metrics():
     print("metrics")
 
 
-def load(arguments):
-    deadline = time.monotonic() + float(os.environ["WAIT_S"])
+def load(command, *arguments):
+    until = time.monotonic() + float(os.environ["WAIT_S"])
     while True:
         try:
             ready()
             break
-        except (urllib.error.URLError, TimeoutError) as error:  # loading answers 503; nobody may listen yet
-            if time.monotonic() > deadline:
+        except OSError as error:  # 503 while it loads; refused before
+            if time.monotonic() > until:
                 sys.exit(f"not ready: {error}")
             time.sleep(2)
     if KEY:
         os.environ["OPENAI_API_KEY"] = KEY
-    os.execv(sys.executable, [sys.executable, "-m", "loadtest", *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", "loadtest", command, "--base-url", f"{API}/v1", *arguments])
 
 
 TESTS = {"ready": ready, "models": models, "completion": completion, "streaming": streaming, "metrics": metrics}
 
 if sys.argv[1:2] == ["load"]:
-    load(sys.argv[2:])
+    load(*sys.argv[2:])
 for name in sys.argv[1:] or TESTS:
     TESTS[name]()
