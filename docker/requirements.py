@@ -8,7 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
-EXTRAS = {"cpu": [], "cuda": ["gpu", "flashinfer"]}
+EXTRAS = {"cpu": ["modelscope"], "cuda": ["gpu", "flashinfer", "modelscope"]}
 
 
 def name_of(requirement: str) -> str:

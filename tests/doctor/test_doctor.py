@@ -129,6 +129,8 @@ def test_folders_must_be_writable_and_have_room(tmp_path: Path) -> None:
     assert missing.free_bytes > 0
     names = dict(folders(configured(device="cuda", cache_dir="/x"), {"HF_HOME": "/y", "TRITON_CACHE_DIR": "/z"}))
     assert [folder.path for folder in names.values()][:3] == ["/x", "/y", "/z"]
+    names = dict(folders(configured(model_source="modelscope"), {"HF_HOME": "/y", "MODELSCOPE_CACHE": "/m"}))
+    assert names["cache: models"].path == "/m"
 
 
 @pytest.mark.parametrize(

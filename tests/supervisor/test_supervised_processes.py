@@ -79,6 +79,11 @@ def test_the_api_port_is_open_and_live_is_200_while_the_engine_loads(start: Star
     service.wait_ready()
     phases = [event["phase"] for event in service.heard("api-0", "health")]
     assert phases.index("load") < phases.index("serve")
+    said = [(line["message"], line["phase"], line["done"]) for line in service.log() if "done" in line]
+    assert said, "what takes long is seen in the log"
+    assert {(message, phase) for message, phase, _ in said} == {("layer", "load")}
+    assert len(said) < 10  # of 20 beats: one an interval
+    assert len({done for _, _, done in said}) == len(said)
 
 
 def test_a_killed_engine_is_restarted_in_place_and_its_peers_are_told(start: Start) -> None:

@@ -58,7 +58,7 @@ class Service:
         self.termination_log = folder / "termination.log"
         order = {
             "run_dir": str(folder),
-            "settings": {**ports, "log_format": "json"},
+            "settings": {**ports, "log_format": "json", "log_interval_s": 0.5},
             "supervisor": {"drain_timeout_s": 10.0, "termination_log": str(self.termination_log), **supervisor},
             "modes": MODES | (modes or {}),
         }

@@ -9,6 +9,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 AllReduce = Literal["auto", "nccl"]
 Otlp = Literal["grpc", "http/protobuf"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "null"]
+ModelSource = Literal["huggingface", "modelscope"]
 
 
 class ServerConfig(msgspec.Struct, frozen=True):
@@ -39,13 +40,14 @@ class SupervisorConfig(msgspec.Struct, frozen=True):
 
 
 class ModelConfigSource(msgspec.Struct, frozen=True):
-    """Where the model comes from. ``model`` is a folder, a .gguf file or a Hugging Face id."""
+    """Where the model comes from. ``model`` is a folder, a .gguf file or a name on the hub that is its ``source``."""
 
     model: str
     revision: str | None
     load_format: LoadFormat
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     cache_dir: str
+    source: ModelSource = "huggingface"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

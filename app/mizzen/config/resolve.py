@@ -126,6 +126,7 @@ def resolve(settings: Settings) -> Config:
                 revision=settings.model_revision,
                 load_format=settings.load_format,
                 dtype="float32" if settings.dtype == "auto" and device == "cpu" else settings.dtype,
+                source=settings.model_source,
                 cache_dir=str(Path(settings.cache_dir or f"{cache_home}/mizzen").expanduser()),
             ),
         ),
@@ -175,7 +176,7 @@ def served_model_names(settings: Settings) -> tuple[str, ...]:
     """The names in MIZZEN_SERVED_MODEL_NAME; else what the model is called."""
     if not settings.model:
         raise ConfigError(
-            "MIZZEN_MODEL is not set: name a folder, a .gguf file or a Hugging Face id", setting="MIZZEN_MODEL"
+            "MIZZEN_MODEL is not set: name a folder, a .gguf file or a model of the hub", setting="MIZZEN_MODEL"
         )
     if settings.served_model_name is not None:
         names = tuple(dict.fromkeys(name for part in settings.served_model_name.split(",") if (name := part.strip())))

@@ -18,7 +18,7 @@ from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from mizzen.config.config import AllReduce, LoadFormat, SchedulingPolicy
+from mizzen.config.config import AllReduce, LoadFormat, ModelSource, SchedulingPolicy
 from mizzen.errors import ConfigError
 
 PREFIX = "MIZZEN_"
@@ -53,11 +53,12 @@ class Settings(BaseSettings):
 
     # ---- model ----
     model: str = _setting(
-        "", "Model", "The model to serve.", allowed="a folder, a .gguf file or a Hugging Face id (needed)"
+        "", "Model", "The model to serve.", allowed="a folder, a .gguf file or its name on a hub (needed)"
     )
-    model_revision: str | None = _setting(
-        None, "Model", "Branch, tag or commit of a Hugging Face model.", allowed="a name"
+    model_source: ModelSource = _setting(
+        "huggingface", "Model", "The hub that a model comes from which is no folder or file here."
     )
+    model_revision: str | None = _setting(None, "Model", "Branch, tag or commit of a hub's model.", allowed="a name")
     load_format: LoadFormat = _setting(
         "auto", "Model", "How weights are read; dummy makes random ones, null computes nothing (benchmarks)."
     )
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
     served_model_name: str | None = _setting(
         None,
         "Model",
-        "Names that clients may use; by default the model's folder or file name, or its Hugging Face id.",
+        "Names that clients may use; by default the model's folder or file name, or its name on the hub.",
         allowed="one or more names, comma separated",
     )
     chat_template: str | None = _setting(

@@ -84,7 +84,9 @@ def run_checks(config: Config, facts: Facts) -> list[Check]:
 
 def folders(config: Config, environment: Mapping[str, str]) -> list[tuple[str, Folder]]:
     """Whatever is written: to each its use."""
-    hub = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    source = config.engine.model.source
+    home = {"huggingface": "HF_HOME", "modelscope": "MODELSCOPE_CACHE"}[source]
+    hub = environment.get(home) or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/{source}"
     wanted = [("cache: mizzen", config.engine.model.cache_dir), ("cache: models", hub)]
     if config.engine.device == "cuda":
         wanted.append(("cache: kernels", environment.get("TRITON_CACHE_DIR") or "~/.triton"))

@@ -1,7 +1,6 @@
 """A model's config.json, read once into a frozen description; what is not supported is refused, never ignored."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import structlog
 
 from mizzen.errors import ConfigError, InvalidRequest
+from mizzen.hub import Progress as Progress  # loading counts as the download does
 from mizzen.layers.rope_scaling import RopeScaling
 from mizzen.sampling_params import SamplingParams
 
 log = structlog.get_logger()
 
-Progress = Callable[[float, str], None]  # (fraction done, what is being done): also the heartbeat
 
 # What config.json calls the architecture, and what sets that family apart in code.
 SUPPORTED_ARCHITECTURES = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mizzen.config.config import ModelConfigSource
 from mizzen.errors import ConfigError
+from mizzen.hub import download
 from mizzen.ipc.messages import ModelInfo, Shutdown
 from mizzen.ipc.process import child_process
 from mizzen.models.config import Progress, default_sampling, eos_token_ids, parse_architecture
@@ -52,10 +53,8 @@ def _locate(source: ModelConfigSource, progress: Progress) -> tuple[Path, Path]:
         raise _refuse(f"'{path}' is neither a model folder nor a .gguf file")
     if source.model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source.model):
         raise _refuse(f"'{source.model}' does not exist")
-    from mizzen.models.hub import download  # the hub's client is needed for such names only
-
     weights = source.load_format not in ("dummy", "null")
-    folder = download(source.model, source.revision, weights=weights, progress=progress)
+    folder = download(source.source, source.model, source.revision, weights=weights, progress=progress)
     return folder, folder
 
 

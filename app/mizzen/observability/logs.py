@@ -11,6 +11,7 @@ from mizzen.config.config import LogConfig, LogLevel
 
 _QUIET = {
     "httpx": "WARNING", "httpcore": "WARNING", "filelock": "WARNING",  # a line a request at INFO
+    "httpx2": "WARNING", "httpcore2": "WARNING", "modelscope_hub": "WARNING",
     "urllib3": "INFO", "opentelemetry.exporter": "ERROR",  # while a collector is down: a line a batch, not a line a try
 }  # fmt: skip
 

@@ -103,6 +103,7 @@ class Supervisor:
         self._published: tuple[Any, ...] = ()
         self._next_health_s = 0.0
         self._log_level = config.log.level
+        self._progress_s = time.monotonic()  # when progress was last logged
 
     def run(self) -> int:
         self._do(self._policy.start(time.monotonic()))
@@ -205,6 +206,7 @@ class Supervisor:
         health = self._policy.health(now)
         if self._health_server is not None:
             self._health_server.publish(health)
+        self._log_progress(health, now)
         essence = _essence(health)
         if essence == self._published and now < self._next_health_s:
             return
@@ -216,6 +218,13 @@ class Supervisor:
         for name in self._policy.running:
             if self._specs[name].kind == "api":
                 self._control.send_multipart([name.encode(), data], zmq.NOBLOCK)
+
+    def _log_progress(self, health: Health, now: float) -> None:
+        """A line each interval while something long goes on: a download, above all."""
+        interval_s = self._config.log.interval_s
+        if interval_s and health.fraction is not None and now - self._progress_s >= interval_s:
+            self._progress_s = now
+            log.info(health.detail or health.phase, phase=health.phase, done=f"{health.fraction:.0%}")
 
 
 def _metrics(config: Config, context: Any, run_dir: Path) -> MetricsEndpoint | None:
