@@ -48,8 +48,10 @@ class Seen:
 
 @dataclass(slots=True)
 class Live:
-    """What a progress bar shows."""
+    """What a progress bar shows. ``planned``: how many conversations there are, where that is known."""
 
+    planned: int | None = None
+    conversations: int = 0  # that have ended
     sent: int = 0
     ended: int = 0
     failed: int = 0
@@ -155,6 +157,12 @@ class Driver:
 
     async def _converse(self, number: int, conversation: Conversation, due: float) -> bool:
         """Whether all its turns that were due were answered."""
+        try:
+            return await self._turns(number, conversation, due)
+        finally:
+            self.live.conversations += 1
+
+    async def _turns(self, number: int, conversation: Conversation, due: float) -> bool:
         history: list[bytes] = []
         last = len(conversation.turns) - 1
         for place, turn in enumerate(conversation.turns):

@@ -4,6 +4,7 @@ Warm-up is left out by when a request was due. Latencies are those of answers th
 ended is counted beside them, so that no figure is better because something is missing from it unseen.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -227,7 +228,26 @@ def histograms(seen: Seen, measured: Window) -> dict[str, Any]:
     }
 
 
-def timeline(seen: Seen, max_bins: int = 300) -> dict[str, list[Any]]:
+def windows(seen: Seen, measured: Window, count: int = 12) -> list[dict[str, Any]]:
+    """The measured load in equal parts, to see whether it changes: requests and latencies by when they were due."""
+    edges = np.linspace(measured.start_s, measured.load_end_s, count + 1)
+    times, counts = arrived(seen.records)
+    rows = []
+    for start_s, end_s in itertools.pairwise(edges.tolist()):
+        records = [record for record in seen.records if start_s <= record.answer.due_s < end_s]
+        rows.append({
+            "at_s": start_s - seen.start_s,
+            "length_s": end_s - start_s,
+            "requests": len(records),
+            "failed": sum(record.answer.outcome not in (COMPLETE, UNFINISHED) for record in records),
+            "output_tokens_per_s": _rate(float(counts[(times >= start_s) & (times < end_s)].sum()), end_s - start_s),
+            "ttft_s": percentiles(_known(map(ttft_s, records))),
+            "tbt_s": percentiles(gaps_s(records)),
+        })  # fmt: skip
+    return rows
+
+
+def timeline(seen: Seen, max_bins: int = 120) -> dict[str, list[Any]]:
     """The whole run in equal bins, warm-up included. ``at_s`` is a bin's beginning, from the run's start. Requests and
     their latencies belong to the bin in which they were due, tokens and gaps to that in which they arrived."""
     length_s = max(seen.ended_s - seen.start_s, 1e-9)

@@ -191,6 +191,7 @@ async def run(scenario: Scenario, options: Options, label: str = "") -> dict[str
         "summary": measures.summary(seen, measured, scenario.slo, offers=not isinstance(scenario.load, Closed)),
         "histograms": measures.histograms(seen, measured),
         "timeline": measures.timeline(seen),
+        "windows": measures.windows(seen, measured),
         "measured_s": [measured.start_s - seen.start_s, measured.load_end_s - seen.start_s],
         "server": sampler.result(seen.start_s) if sampler else {},
         "environment": environment(),
@@ -207,6 +208,7 @@ async def _drive(
 ) -> Seen:
     load = scenario.load
     plan = [] if isinstance(load, Closed) else timed(scenario, conversations)
+    driver.live.planned = scenario.requests if isinstance(load, Closed) else len(plan)
     if sampler is not None:
         await asyncio.to_thread(sampler.start)
     watching = asyncio.create_task(options.watch(driver, scenario, label)) if options.watch else None

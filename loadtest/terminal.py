@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ async def watch(driver: Driver, scenario: Scenario, label: str) -> None:
             rate, tokens = (live.tokens - tokens) / period_s, live.tokens
             errors = f", {live.failed:,} failed" if live.failed else ""
             line = (
-                f"{label}{_bar(live.ended, scenario, passed_s)} {passed_s:,.0f} s  {live.sent:,} sent,"
+                f"{label}{_bar(driver, scenario, passed_s)} {passed_s:,.0f} s  {live.sent:,} sent,"
                 f" {live.ended:,} done{errors},"
                 f" {live.sent - live.ended:,} running  {rate:,.0f} tok/s  {first}"
             )
@@ -39,12 +39,12 @@ async def watch(driver: Driver, scenario: Scenario, label: str) -> None:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _bar(ended: int, scenario: Scenario, passed_s: float) -> str:
+def _bar(driver: Driver, scenario: Scenario, passed_s: float) -> str:
     shares = []
     if scenario.duration_s is not None:
         shares.append(passed_s / scenario.duration_s)
-    if scenario.requests is not None:
-        shares.append(ended / scenario.requests)
+    if driver.live.planned:
+        shares.append(driver.live.conversations / driver.live.planned)
     if not shares:
         return ""
     filled = round(BAR * min(1.0, max(shares)))
@@ -115,6 +115,95 @@ def report(result: dict[str, Any]) -> str:
     if one["interrupted"]:
         lines.append("WARNING       interrupted: the figures are those until then")
     return "\n".join(lines)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Whatever a command found."""
+    return TABLES[result["mode"]](result)
+
+
+def _repeated(result: dict[str, Any]) -> str:
+    runs = result["runs"]
+    parts = [report(one) for one in runs]
+    if len(runs) > 1:
+        rows = [["over repetitions", "mean", "95% from", "to"]]
+        for name, known in result["figures"].items():
+            show = ms if name.startswith(("T", "E")) else number
+            rows.append([name + (", ms" if show is ms else ""), *(show(known[key]) for key in ("mean", "low", "high"))])
+        parts.append(columns(rows))
+    return "\n\n".join(parts)
+
+
+def curve(runs: Sequence[dict[str, Any]], notes: Sequence[str]) -> str:
+    """A line a run: throughput against latency."""
+    rows = [["load", "req/s", "out tok/s", "TTFT P50", "P90", "P99 ms", "TBT P50", "P90", "P99 ms", "failed", "  "]]
+    for one, note in zip(runs, notes, strict=True):
+        figures = one["summary"]
+        rows.append([
+            load(one["scenario"]), number(figures["requests_per_s_under_load"]),
+            number(figures["output_tokens_per_s_under_load"]),
+            *(ms(figures[key].get(p)) for key in ("ttft_s", "tbt_s") for p in ("p50", "p90", "p99")),
+            f"{sum(figures['errors'].values()):,}",
+            note + (" client too slow" if figures["client"]["is_bottleneck"] else ""),
+        ])  # fmt: skip
+    return columns(rows)
+
+
+def _sweep(result: dict[str, Any]) -> str:
+    runs, notes = result["runs"], [""] * len(result["runs"])
+    if result["knee"] is not None:
+        notes[result["knee"]] = "< knee"
+    if result["saturated_from"] is not None:
+        notes[result["saturated_from"]] += " < saturated"
+    lines = [curve(runs, notes), ""]
+    if result["knee"] is not None:
+        lines.append(
+            f"knee          {load(runs[result['knee']]['scenario'])}: the most output for its end-to-end latency"
+        )
+    if result["saturated_from"] is not None:
+        lines.append(
+            f"saturated     from {load(runs[result['saturated_from']]['scenario'])}: answers less than is offered"
+        )
+    return "\n".join(lines)
+
+
+def _search(result: dict[str, Any]) -> str:
+    limits = {key: value for key, value in result["runs"][0]["scenario"]["slo"].items() if value is not None}
+    said = ", ".join(f"{key.removesuffix('_ms').upper()} {value:g} ms" for key, value in limits.items())
+    best, missed = result["highest_rate"], result["lowest_missed_rate"]
+    found = "no rate that was tried keeps it" if best is None else f"{best:.3g} requests/s"
+    if missed is not None:
+        found += f" ({missed:.3g} does not)"
+    notes = ["keeps it" if not why else "; ".join(why) for why in result["misses"]]
+    return f"{curve(result['runs'], notes)}\n\n{result['percentile'].upper()} of {said}: {found}"
+
+
+def _compare(result: dict[str, Any]) -> str:
+    a, b = result["names"]
+    rows = [[f"{b} over {a}", "ratio", "95% from", "to", b]]
+    for name, ratio in result["ratios"].items():
+        rows.append([name, *(f"{ratio[key]:.3f}" if key in ratio else "-" for key in ("mean", "low", "high")),
+                     ratio["b_is"]])  # fmt: skip
+    half = len(result["runs"]) // 2
+    notes = [a] * half + [b] * half
+    return f"{curve(result['runs'], notes)}\n\n{columns(rows)}"
+
+
+def _soak(result: dict[str, Any]) -> str:
+    (one,) = result["runs"]
+    rows = [["from, s", "requests", "failed", "out tok/s", "TTFT P50", "P99 ms", "TBT P50", "P99 ms"]]
+    for window in one["windows"]:
+        rows.append([f"{window['at_s']:,.0f}", f"{window['requests']:,}", f"{window['failed']:,}",
+                     number(window["output_tokens_per_s"]),
+                     *(ms(window[key].get(p)) for key in ("ttft_s", "tbt_s") for p in ("p50", "p99"))])  # fmt: skip
+    drift = ", ".join(f"{name} x{ratio:.3f}" for name, ratio in result["drifts"].items())
+    verdict = "steady" if result["steady"] else f"NOT STEADY within {result['tolerance']:.0%}"
+    return f"{report(one)}\n\n{columns(rows)}\n\n{verdict}: the last third over the first: {drift}"
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "run": _repeated, "sweep": _sweep, "search": _search, "compare": _compare, "soak": _soak,
+}  # fmt: skip
 
 
 def load(scenario: dict[str, Any]) -> str:
