@@ -13,6 +13,16 @@ from typing import Any
 import torch
 import triton
 
+compiled: list[str] = []  # kernels that this process had to compile, as they were in no cache
+
+
+def _note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+    if not cache_hit:
+        compiled.append(src.name)
+
+
+triton.knobs.compilation.listener = _note
+
 
 @cache
 def _has_pdl(device: torch.device) -> bool:
