@@ -107,8 +107,8 @@ class Bigrams:
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         return self.table[batch.token_ids]
 
-    def local_logits(self, hidden: Tensor) -> Tensor:
-        return hidden
+    def local_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return hidden if out is None else out.copy_(hidden)
 
 
 class NoAttention:

@@ -216,7 +216,7 @@ class _Builder:
         graph_rows = platform.graph_rows if config.graph_rows is None else config.graph_rows
         if not graph_rows:
             return eager
-        from mizzen.model_runner.graphs import WARM_UPS, GraphExecutor, GraphLimits  # needs Triton
+        from mizzen.model_runner.graphs import GraphExecutor, GraphLimits  # needs Triton
 
         limits = GraphLimits(min(graph_rows, rows), config.graph_mixed_tokens, rows)
         graphs = GraphExecutor(
@@ -228,8 +228,7 @@ class _Builder:
             limits=limits,
             annotate=self.annotate,
         )
-        # A pool of no pages is the one to measure with, which comes first: what is new to the process is new then.
-        graphs.capture(progress, warm_ups=WARM_UPS if pages == 0 else 1)
+        graphs.capture(progress)
         return graphs
 
     def run_largest_steps(self, report: Report) -> ModelRunner:

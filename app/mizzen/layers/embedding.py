@@ -51,8 +51,8 @@ class VocabEmbedding(nn.Module):
     def shard(self) -> VocabShard:
         return VocabShard(self.group, self.start, self.share, self.vocab_size)
 
-    def local_logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, share]
-        logits = F.linear(hidden, self.weight)
+    def local_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:  # [S, H] -> [S, share]
+        logits = torch.mm(hidden, self.weight.t(), out=out)
         if self.held < self.share:
             logits[:, self.held :] = -torch.inf
         return logits

@@ -27,8 +27,6 @@ from mizzen.model_runner.sampler import Sampled
 from mizzen.platform.base import Annotate, without_name
 from mizzen.scheduler.output import Int32
 
-WARM_UPS = 2  # runs before a capture in a new process: Triton compiles, cuBLAS makes its handles
-
 
 def decode_ladder(limit: int) -> list[int]:
     """Batch sizes: steps of 8 above 8, so that padding costs little where steps are long."""
@@ -37,14 +35,13 @@ def decode_ladder(limit: int) -> list[int]:
 
 
 def mixed_ladder(limit: int) -> list[int]:
-    """Token counts: steps of 64 up to 512, where weights are read for few tokens, then doubling. A budget's steps are
-    mostly full, so the largest size is the budget itself."""
-    sizes = [*range(64, min(limit, 512) + 1, 64)]
-    size = 1024
+    """Token counts: steps of 64 up to 512, then four sizes to each doubling: what is padded is computed, too. The
+    largest is the limit itself, a budget's full step."""
+    sizes, size = [], 64
     while size < limit:
         sizes.append(size)
-        size *= 2
-    return [size for size in sizes if size < limit] + [limit] if limit else []
+        size += max(64, (1 << size.bit_length() - 1) // 4)
+    return [*sizes, limit] if limit else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +117,10 @@ class GraphExecutor:
             decode_ladder(limits.decode_rows) if limits.decode_rows and support != GraphSupport.NONE else []
         )
         self._mixed_sizes = mixed_ladder(limits.mixed_tokens) if support == GraphSupport.ALL else []
+        self._logits: Tensor | None = None  # [rows, vocab] for all graphs: a step's are used before the next begins
 
-    def capture(self, progress: Callable[[float, str], None], *, warm_ups: int = WARM_UPS) -> None:
-        """From large to small, so that one pool of memory serves all. ``warm_ups``: runs before each capture."""
+    def capture(self, progress: Callable[[float, str], None]) -> None:
+        """From large to small, so that one pool of memory serves all. Each is run once before: kernels compile then."""
         pool = torch.cuda.graph_pool_handle()
         jobs: list[tuple[str, int]] = [("mixed", size) for size in reversed(self._mixed_sizes)]
         jobs += [("decode", size) for size in reversed(self._decode_sizes)]
@@ -130,9 +128,9 @@ class GraphExecutor:
             for done, (kind, size) in enumerate(jobs):
                 progress(done / len(jobs), f"{kind} step of {size} tokens")
                 if kind == "mixed":
-                    self._mixed[size] = self._capture_mixed(size, pool, warm_ups)
+                    self._mixed[size] = self._capture_mixed(size, pool)
                 else:
-                    self._decode[size] = self._capture_decode(size, pool, warm_ups)
+                    self._decode[size] = self._capture_decode(size, pool)
         progress(1.0, "")
 
     # ---- running ----
@@ -215,7 +213,7 @@ class GraphExecutor:
 
     # ---- capturing ----
 
-    def _capture_decode(self, size: int, pool: Any, warm_ups: int) -> _Graph:
+    def _capture_decode(self, size: int, pool: Any) -> _Graph:
         layout = _Layout({"row_slots": size, "seq_lens": size})
         host = np.empty(layout.total, np.int32)
         layout.host(host, "row_slots")[:], layout.host(host, "seq_lens")[:] = self._state.dummy_slot, 1
@@ -243,19 +241,19 @@ class GraphExecutor:
             planning.plan_on_host(layout.host(host, "seq_lens"))
         plan = self._attention.plan if planning is None else planning.plan_on_device
 
-        def forward() -> Tensor:
+        def forward(logits: Tensor | None) -> Tensor:
             prepare_decode(
                 slots, seq_lens, state.token_table, state.page_table, self._page_size, token_ids, positions, kv_slots
             )
             plan(batch)
-            return self._model.local_logits(self._model.forward(batch, self._attention))
+            return self._model.local_logits(self._model.forward(batch, self._attention), logits)
 
         held = (token_ids, positions, kv_slots, query_start)
-        graph = self._capture(layout, inputs, forward, slots, seq_lens, held, pool, warm_ups)
+        graph = self._capture(layout, inputs, forward, slots, seq_lens, held, pool)
         graph.planning = planning
         return graph
 
-    def _capture_mixed(self, size: int, pool: Any, warm_ups: int) -> _Graph:
+    def _capture_mixed(self, size: int, pool: Any) -> _Graph:
         rows, samples = self._limits.rows, min(size, self._limits.rows)
         sizes = {
             "row_slots": rows + 1,
@@ -272,7 +270,7 @@ class GraphExecutor:
         part = {name: layout.device(inputs, name) for name in (*sizes, "sample_tokens", "sample_slots", "sample_lens")}
         state = self._state.device
 
-        def forward() -> Tensor:
+        def forward(logits: Tensor | None) -> Tensor:
             positions = part["positions"].to(torch.int64)
             token_slots = part["row_slots"][part["token_rows"]]
             pages = state.page_table[token_slots, positions // self._page_size].to(torch.int64)
@@ -292,35 +290,36 @@ class GraphExecutor:
             )
             self._attention.plan(batch)
             hidden = self._model.forward(batch, self._attention)
-            return self._model.local_logits(hidden[batch.sample_tokens])
+            return self._model.local_logits(hidden[batch.sample_tokens], logits)
 
-        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], (), pool, warm_ups)
+        return self._capture(layout, inputs, forward, part["sample_slots"], part["sample_lens"], (), pool)
 
     def _capture(
         self,
         layout: _Layout,
         inputs: Tensor,
-        forward: Callable[[], Tensor],
+        forward: Callable[[Tensor | None], Tensor],
         slots: Tensor,
         lengths: Tensor,
         held: tuple[Tensor, ...],
         pool: Any,
-        warm_ups: int,
     ) -> _Graph:
         state = self._state
         tokens = torch.empty(len(slots), dtype=torch.int32, device="cuda")
         rows = SampledRows(slots, lengths, state.device.token_table, tokens)
         params = SlotParams(*state.device.sampling_columns())
 
-        for _ in range(warm_ups):
-            logits = forward()
-            for flags in self._sampler.variants:
-                self._draw(logits, rows, params, flags)
+        if self._logits is None:
+            self._logits = forward(None).new_empty((self._limits.rows, self._model.shard.width))
+        logits = self._logits[: len(slots)]
+        forward(logits)
+        for flags in self._sampler.variants:
+            self._draw(logits, rows, params, flags)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the warm-ups used is the pool's to have
+        torch.cuda.empty_cache()  # what this run used is the pool's to have
         forward_graph = torch.cuda.CUDAGraph()
         with self._recording(forward_graph, pool):
-            logits = forward()
+            forward(logits)
         samplers = {flags: torch.cuda.CUDAGraph() for flags in self._sampler.variants}
         for flags, graph in samplers.items():
             with self._recording(graph, pool):

@@ -27,8 +27,8 @@ class CausalModel(Protocol):
     def shard(self) -> VocabShard:
         """The part of the vocabulary whose logits this rank has."""
 
-    def local_logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, width of the shard]."""
+    def local_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[S, hidden] -> [S, width of the shard], in ``out``, if given."""
 
 
 class Executor(Protocol):

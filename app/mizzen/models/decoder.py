@@ -158,9 +158,9 @@ class Decoder(nn.Module):
         """In the model's dtype, of the whole vocabulary on every rank."""
         return self.head.logits(hidden)
 
-    def local_logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, width of the shard]
-        """Of this rank's shard of the vocabulary, which is all of it on one rank."""
-        return self.head.local_logits(hidden)
+    def local_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:  # [S, H] -> [S, width of the shard]
+        """Of this rank's shard of the vocabulary, which is all of it on one rank; in ``out``, if given."""
+        return self.head.local_logits(hidden, out)
 
     @property
     def shard(self) -> VocabShard:

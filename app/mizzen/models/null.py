@@ -32,5 +32,5 @@ class NullModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros((1, 1), device=self.device).expand(len(hidden), self.vocab_size)  # [S, V]
 
-    def local_logits(self, hidden: Tensor) -> Tensor:
-        return self.logits(hidden)
+    def local_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.logits(hidden) if out is None else out.zero_()
