@@ -55,7 +55,8 @@ def template(*arguments: str, version: str = "1.35.0", name: str = "helm") -> li
 def render(values: Object | None = None, version: str = "1.35.0", name: str = "helm") -> list[Object]:
     """With these values, and a model if they name none."""
     given = values or {}
-    given = given | {"config": {"model": "org/model"} | given.get("config", {})}
+    mounted = {"existingClaim", "image"} & set(given.get("model", {}))
+    given = given | {"config": {"model": "/models/model" if mounted else "org/model"} | given.get("config", {})}
     return copy.deepcopy(_template(("-f", "-"), version, name, json.dumps(given)))
 
 

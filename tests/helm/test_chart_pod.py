@@ -258,16 +258,16 @@ def test_traces_go_to_the_collector_that_is_named() -> None:
     assert not any(name.startswith("OTEL") for name in environment(render()))
 
 
-@pytest.mark.parametrize("values", [*EXAMPLES, None])
-def test_pods_fit_the_restricted_security_standard(values: str | None) -> None:
-    for spec in pod_specs(example(values) if values else render(EVERYTHING)):
+@pytest.mark.parametrize("values", [*EXAMPLES, EVERYTHING, {"model": {"image": "r/model:1"}}])
+def test_pods_fit_the_restricted_security_standard(values: str | chart.Object) -> None:
+    for spec in pod_specs(example(values) if isinstance(values, str) else render(values)):
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
-        allowed = {"name", "emptyDir", "persistentVolumeClaim", "secret", "configMap"}
+        allowed = {"name", "emptyDir", "persistentVolumeClaim", "secret", "configMap", "image"}  # image: from 1.33 on
         assert all(set(volume) <= allowed for volume in spec["volumes"])
         for container in spec["containers"] + spec.get("initContainers", []):
             held = container["securityContext"]

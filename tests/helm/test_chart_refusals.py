@@ -16,6 +16,7 @@ WRONG: list[tuple[str, Any]] = [
     ("config.port", 70000),
     ("config.health_port", 0),
     ("config.tensor_parallel_size", 1.5),
+    ("config.tensor_parallel_size", "auto"),
     ("config.memory_fraction", 1.1),
     ("config.drain_timeout_s", -1),
     ("config.max_body_bytes", 10),
@@ -63,6 +64,7 @@ def test_a_wrong_value_is_refused_by_its_key(key: str, value: Any, name: str) ->
         assert part in said
 
 
+MOUNTED = "config.model=/models/m,model.existingClaim=a,"
 NO_SURGE = ",strategy.maxSurge=0,strategy.maxUnavailable=1"
 OUTSIDE = "requests from outside would not get in: name the gateway's namespace in networkPolicy.namespaces"
 POOL = "inferencePool.enabled=true,inferencePool.endpointPicker.name=picker"
@@ -76,13 +78,15 @@ ROUTE = "httpRoute.enabled=true,httpRoute.parentRefs[0].name=public"
         ("config.model=", "config.model is empty"),
         ("config.tensor_parallel_size=16", "a model over more than one node is not supported yet"),
         ("config.tensor_parallel_size=2,gpu.perNode=1", "a node has 1 GPUs (gpu.perNode)"),
-        ("model.existingClaim=a,model.image=b", "model.existingClaim and model.image exclude each other"),
+        ("model.existingClaim=a", "config.model is org/model, but nothing is downloaded beside model.existingClaim"),
+        ("model.image=a", "name a folder below /models"),
+        (MOUNTED + "model.image=b", "model.existingClaim and model.image exclude each other"),
         ("cache.models.create=true,replicas=2", "cache.models is a ReadWriteOnce claim, which 2 replicas cannot share"),
         ("cache.compiled.existingClaim=a", "cache.compiled is a ReadWriteOnce claim: set strategy.maxSurge to 0"),
         ("cache.models.create=true,autoscaling.kind=hpa", "which 4 replicas cannot share"),
         ("kind=StatefulSet,cache.models.existingClaim=a,replicas=2", "which 2 replicas cannot share"),
-        ("model.existingClaim=a,model.accessModes={ReadWriteOnce},replicas=2", "model is a ReadWriteOnce claim"),
-        ("model.existingClaim=a,model.accessModes={ReadWriteOnce}", "model is a ReadWriteOnce claim: set strategy"),
+        (MOUNTED + "model.accessModes={ReadWriteOnce},replicas=2", "model is a ReadWriteOnce claim"),
+        (MOUNTED + "model.accessModes={ReadWriteOnce}", "model is a ReadWriteOnce claim: set strategy"),
         ("strategy.maxSurge=0", "nothing could ever be replaced"),
         ("monitoring.podMonitor=true,monitoring.serviceMonitor=true", "choose one"),
         ("monitoring.podMonitor=true,config.metrics_require_key=true", "monitoring.authorization must name a key"),
@@ -115,9 +119,9 @@ def test_what_could_never_work_is_refused_in_a_line(values: str, line: str, name
         "cache.models.create=true,replicas=2,cache.models.accessModes={ReadWriteMany}",
         "cache.models.create=true,kind=StatefulSet,replicas=2",
         "cache.models.existingClaim=a,kind=StatefulSet",
-        "model.existingClaim=a,replicas=2",
-        "model.existingClaim=a,model.accessModes={ReadWriteMany},replicas=2",
-        "model.existingClaim=a,model.accessModes={ReadWriteOnce}" + NO_SURGE,
+        MOUNTED + "replicas=2",
+        MOUNTED + "model.accessModes={ReadWriteMany},replicas=2",
+        MOUNTED + "model.accessModes={ReadWriteOnce}" + NO_SURGE,
         "kind=StatefulSet,strategy.maxSurge=0",
         "config.metrics=false",
         POOL,
@@ -138,7 +142,7 @@ def test_what_can_work_is_not_refused(values: str) -> None:
 @pytest.mark.parametrize(
     ("values", "line", "before", "since"),
     [
-        ("model.image=r/model:1", "model.image needs Kubernetes 1.35", "1.34.9", "1.35.0"),
+        ("config.model=/models/m,model.image=r/model:1", "model.image needs Kubernetes 1.35", "1.34.9", "1.35.0"),
         ("resourceClaims[0].name=gpu", "resourceClaims needs Kubernetes 1.34", "1.33.9", "1.34.0"),
     ],
 )

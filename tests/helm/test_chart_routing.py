@@ -199,7 +199,7 @@ def ways_out(objects: list[chart.Object]) -> dict[int, Any]:
 
 def test_the_network_policy_opens_443_only_to_download() -> None:
     assert set(ways_out(example("h200"))) == {53, 443}
-    assert ways_out(example("h200"))[443] == [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
+    assert ways_out(example("h200"))[443] == [{"ipBlock": {"cidr": cidr}} for cidr in ("0.0.0.0/0", "::/0")]
     assert set(ways_out(example("pvc"))) == {53, 4318}
     proxy = render({"networkPolicy": {"downloadCidrs": ["10.1.0.0/16"]}})
     assert ways_out(proxy)[443] == [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
