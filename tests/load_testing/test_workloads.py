@@ -236,3 +236,22 @@ def test_the_same_seed_is_the_same_workload_and_another_is_another() -> None:
         [text(one) for one in islice(make(scenario(seed=seed), TEXT, None, 0, None)[0], 20)] for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "loadtest" / "scenarios").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_scenario_of_ours_can_be_run(path: Path, tmp_path: Path) -> None:
+    trace_file = mooncake(tmp_path / "trace", [(0, 600, [1, 2]), (1, 700, [1, 3])])
+    if path.stem == "azure":
+        trace_file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    traced = path.stem in ("azure", "mooncake")
+    spec = load(path, [f"workload.path={trace_file}"] if traced else [])
+    assert (spec.name, bool(spec.about)) == (path.stem, True)
+    pieces = TokenIds(spec.vocabulary) if spec.prompt == "tokens" else TEXT
+    made = list(islice(make(spec, pieces, None, 20, 40_000)[0], 5))
+    assert made
+    bodies = Bodies(spec, "m", pieces.joiner)
+    for conversation in made:
+        body = json.loads(bodies.body(conversation.turns[0], []))
+        assert ("messages" in body) == (spec.endpoint == "chat")
