@@ -1,6 +1,8 @@
 """The ``mizzen`` command. Starts fast: each verb imports what it needs. A wrong setting is one line, exit code 78."""
 
 import argparse
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -86,6 +88,8 @@ def _download(args: argparse.Namespace) -> int:
     from mizzen.config.resolve import resolve
     from mizzen.models.prepare import prepare_model
 
+    # PID 1 of an init container: without a handler the kernel would drop it, and a deleted pod wait for its SIGKILL.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     shown = ""
 
     def progress(fraction: float, detail: str) -> None:

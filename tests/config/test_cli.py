@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -82,6 +83,18 @@ def test_the_command_does_not_load_torch_or_the_server(tmp_path: Path) -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'fastapi', 'zmq', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_download_ends_at_once_when_it_is_told_to_even_as_pid_1(tmp_path: Path) -> None:
+    """As the default action, SIGTERM would end it too, but not PID 1: so by a handler, and an exit code of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # takes the question, and never answers
+        variables = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "mizzen.cli", "download", "--model", "org/model"]
+        process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | variables, stderr=subprocess.DEVNULL)
+        connection, _ = hub.accept()
+        with connection:
+            process.terminate()
+            assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
 def test_download_says_where_the_model_is_and_refuses_what_is_none(smollm2: Path, tmp_path: Path) -> None:
