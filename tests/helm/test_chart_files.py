@@ -1,7 +1,9 @@
 """What is made of the chart, or for it, by `make chart`; and what it says when it is installed."""
 
 import json
+import shutil
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import chart
@@ -91,6 +93,16 @@ def test_kubectl_makes_of_an_overlay_what_helm_makes_of_its_example(name: str) -
     assert normalised(built) == normalised(wanted)
     assert not {"Pod", "Secret"} & {item["kind"] for item in built.values()}
     assert "helm" not in done.stdout.lower()
+
+
+def test_an_overlay_goes_to_another_namespace_by_one_line(tmp_path: Path) -> None:
+    shutil.copytree(chart.ROOT / "k8s", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "h200-tp4" / "kustomization.yaml"
+    file.write_text(file.read_text().replace("namespace: mizzen", "namespace: elsewhere"))
+    done = chart.run([chart.tool("kubectl"), "kustomize", str(file.parent)])
+    objects = list(yaml.safe_load_all(done.stdout))
+    assert len(objects) > 5
+    assert {item["metadata"]["namespace"] for item in objects} == {"elsewhere"}
 
 
 def test_a_difference_merges_deletes_and_replaces() -> None:
