@@ -128,7 +128,7 @@ def summary(seen: Seen, measured: Window, slo: Slo, *, offers: bool = True) -> d
         "tpot_s": percentiles(_known(map(tpot_s, complete))),
         "e2e_s": percentiles([e2e_s(record) for record in complete]),
         "tokens": _tokens(records, complete),
-        "client": _client(seen),
+        "client": _client(seen, records),
     }
 
 
@@ -178,11 +178,11 @@ def _tokens(records: Sequence[Record], complete: Sequence[Record]) -> dict[str, 
     }  # fmt: skip
 
 
-def _client(seen: Seen) -> dict[str, Any]:
-    """How well the client itself kept up, warm-up included."""
-    lag = percentiles([r.answer.started_s - r.answer.due_s for r in seen.records if r.answer.started_s])
+def _client(seen: Seen, records: Sequence[Record]) -> dict[str, Any]:
+    """How well the client itself kept up; its loop's lag and its share of a core are those of the whole run."""
+    lag = percentiles([r.answer.started_s - r.answer.due_s for r in records if r.answer.started_s])
     loop_lag = percentiles(seen.loop_lags_s)
-    connect = percentiles([r.answer.sent_s - r.answer.started_s for r in seen.records if r.answer.sent_s is not None])
+    connect = percentiles([r.answer.sent_s - r.answer.started_s for r in records if r.answer.sent_s is not None])
     cpu_share = seen.cpu_s / max(seen.ended_s - seen.start_s, 1e-9)
     late = max(lag.get("p99", 0.0), loop_lag.get("p99", 0.0)) > LATE_S
     return {

@@ -1,7 +1,7 @@
 """One run: what is asked of whom, then the load, then every figure and all that it takes to run it again.
 
 Before the load the server is asked what it serves, and two short requests tell how it counts our words: what it puts
-around a prompt (a chat template) is then part of the tokens that a scenario asks for.
+around a prompt (a chat template, a first token) is then part of the tokens that a scenario asks for.
 """
 
 import asyncio
@@ -26,10 +26,12 @@ from loadtest.bodies import Bodies
 from loadtest.client import COMPLETE, Answer, Client, Target
 from loadtest.driver import Driver, Seen
 from loadtest.prompts import WORDS, Pieces, Text, TokenIds, Tokenizer
-from loadtest.scenario import Requests, Scenario, ScenarioError, ShareGpt, Synthetic, Trace
+from loadtest.scenario import Scenario, ScenarioError, ShareGpt, Synthetic, Trace
 from loadtest.scrape import Sampler, fetch
 from loadtest.workloads import Conversation, Made, Turn
 
+COUNTED_WORDS = 100
+NOT_THERE = ("not connected", "cut", "refused 502", "refused 503", "refused 504")  # yet, perhaps
 FORMAT = 1  # of the result; a reader of another one refuses it
 
 
@@ -90,19 +92,25 @@ def served(options: Options) -> Served:
     return Served(name, models.get(name))
 
 
-async def count(client: Client, bodies: Bodies, text: Text) -> Counting:
-    """Asks with one word and with many. Raises RunFailed if the server does not answer."""
-    words = [word.encode() for word in text.words[:200]]
+async def count(client: Client, bodies: Bodies, pieces: Pieces, until_s: float) -> Counting:
+    """Asks for one token after one word and after many; the first until ``until_s`` (monotonic), for a server may list
+    its models before it answers. Raises RunFailed."""
+    source = np.random.default_rng(0)
     counts: list[int | None] = []
-    for pieces in ((words[0],), tuple(words)):
-        answer = await client.ask(bodies.body(Turn(pieces, output_tokens=1), []), Answer(due_s=time.monotonic()))
-        if answer.outcome != COMPLETE:
-            raise RunFailed(f"the first request was not answered: {answer.outcome} {answer.message}".rstrip())
+    for words in (1, COUNTED_WORDS):
+        turn = Turn((pieces.random(source, words),), output_tokens=1)
+        while True:
+            answer = await client.ask(bodies.body(turn, []), Answer(due_s=time.monotonic()))
+            if answer.outcome == COMPLETE:
+                break
+            if time.monotonic() > until_s or not answer.outcome.startswith(NOT_THERE):
+                raise RunFailed(f"the first request was not answered: {answer.outcome} {answer.message}".rstrip())
+            await asyncio.sleep(0.5)
         counts.append(answer.prompt_tokens)
     one, many = counts
     if one is None or many is None:
         return Counting()
-    per_word = (many - one) / (len(words) - 1)
+    per_word = (many - one) / (COUNTED_WORDS - 1)
     return Counting(round(one - per_word), per_word)
 
 
@@ -160,14 +168,13 @@ def timed(scenario: Scenario, conversations: Iterator[Conversation]) -> list[tup
 
 async def run(scenario: Scenario, options: Options, label: str = "") -> dict[str, Any]:
     """The result, as it is written to JSON. Raises ScenarioError and RunFailed."""
-    began = datetime.now(UTC)
+    began, until_s = datetime.now(UTC), time.monotonic() + options.wait_s
     model = await asyncio.to_thread(served, options)
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
-    counting, pieces = Counting(), _pieces(scenario, tokenizer)
+    pieces = _pieces(scenario, tokenizer)
     bodies = Bodies(scenario, model.model, pieces.joiner)
     client = Client(options.target, bodies.path, scenario.timeout_s)
-    if isinstance(pieces, Text) and not isinstance(scenario.workload, Requests):
-        counting = await count(client, bodies, pieces)
+    counting = await count(client, bodies, pieces, until_s)
     max_context = scenario.max_context or model.max_context
     conversations, made = make(scenario, pieces, tokenizer, counting.overhead or 0, max_context)
     driver = Driver(client, bodies, duration_s=scenario.duration_s, drain_s=scenario.drain_s)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -162,6 +164,15 @@ def test_what_cannot_be_searched_or_swept_is_refused() -> None:
 
 
 # ---- the command line ----
+
+
+def test_neither_torch_nor_the_server_is_loaded() -> None:
+    program = (
+        "import sys, loadtest.__main__; sys.exit(bool({'torch', 'mizzen', 'yaml', 'tokenizers'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
 
 METRICS = """# HELP mizzen_requests_running x
 mizzen_requests_running{model_name="m",engine="0"} 3
