@@ -131,11 +131,12 @@ class DelayServer:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         if chat:
             _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        part: dict[str, Any] = {"delta": {"content": " word"}} if chat else {"text": " word"}
+        token = _chunked(_sse({"choices": [{"index": 0, **part, "finish_reason": None}]}))
         for gap_s in script.gaps_s:
             await asyncio.sleep(gap_s)
-            part = {"delta": {"content": " word"}} if chat else {"text": " word"}
             handled.sent_s.append(time.monotonic())
-            _event(writer, {"choices": [{"index": 0, **part, "finish_reason": None}]})
+            writer.write(token)
         if script.then == "hang":
             await asyncio.sleep(3600)
         if script.then == "error":
@@ -152,7 +153,7 @@ class DelayServer:
                 if script.cached_tokens is not None:
                     usage["prompt_tokens_details"] = {"cached_tokens": script.cached_tokens}
                 _event(writer, {"choices": [], "usage": usage})
-            _chunk(writer, b"data: [DONE]\n\n")
+            writer.write(_chunked(b"data: [DONE]\n\n"))
         handled.ended_s = time.monotonic()
         writer.write(b"0\r\n\r\n")
         return True
@@ -164,8 +165,12 @@ def _whole(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
 
 
 def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
-    _chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+    writer.write(_chunked(_sse(event)))
 
 
-def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def _chunked(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)

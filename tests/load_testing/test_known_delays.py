@@ -1,7 +1,7 @@
 """The client's figures against a server that knows what it did: within 1 ms or 1%, from its own record.
 
-Both clocks are read in one event loop. The largest value alone may be later by whatever the machine did in between; it
-must not be smaller.
+Both clocks are read in one event loop. A busy machine may hold that up between the server's reading and the client's:
+how long is measured too, must be below 1 ms mostly, and is what means and high percentiles may be later by.
 """
 
 import asyncio
@@ -37,6 +37,18 @@ class Both:
             if b" ".join(record.turn.pieces).decode() in did
         ]
 
+    def held_up_s(self) -> float:
+        """The longest from the server's reading of the clock to the client's; mostly it must be short, and is never
+        negative."""
+        late = [
+            mine - its
+            for answer, did in self.pairs
+            for mine, its in zip((*answer.arrivals, answer.ended_s or 0.0), (*did.sent_s, did.ended_s), strict=True)
+        ]
+        assert min(late) >= 0
+        assert np.percentile(late, 75) < 0.001
+        return max(late)
+
 
 def load(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, server: DelayServer, **options: Any) -> Both:
     kept: list[Seen] = []
@@ -60,16 +72,14 @@ def scenario(**fields: Any) -> Scenario:
     return convert({"workload": {"input_tokens": 24, "output_tokens": 20}, "duration_s": 60.0, **fields})
 
 
-def close(seen: float, known: float) -> bool:
-    return abs(seen - known) <= max(0.001, 0.01 * known)
-
-
-def assert_agree(figures: dict[str, float], known: list[float]) -> None:
+def assert_agree(figures: dict[str, float], known: list[float], held_up_s: float) -> None:
+    """``held_up_s``: the longest that anything took from the server's clock reading to the client's."""
     assert figures["count"] == len(known)
     expected = dict(zip(NAMES, [float(np.mean(known)), *np.percentile(known, (50, 90, 95, 99))], strict=True))
-    wrong = {name: (figures[name], expected[name]) for name in NAMES if not close(figures[name], expected[name])}
-    assert not wrong
-    assert figures["max"] >= max(known) - 0.001
+    for name in NAMES:
+        allowed_s = max(0.001, 0.01 * expected[name], 0.0 if name == "p50" else held_up_s)
+        assert figures[name] == pytest.approx(expected[name], abs=allowed_s), name
+    assert figures["max"] == pytest.approx(max(known), abs=max(0.001, held_up_s))
 
 
 def random_answers(seed: int) -> Callable[[dict[str, Any], int], Script]:
@@ -93,10 +103,11 @@ def test_every_latency_is_what_the_server_did(
     both = load(monkeypatch, scenario(endpoint=endpoint, load=load_spec, requests=90), DelayServer(random_answers(1)))
     one = both.summary
     assert (one["complete"], one["errors"], len(both.pairs)) == (90, {}, 90)
-    assert_agree(one["ttft_s"], [did.sent_s[0] - answer.due_s for answer, did in both.pairs])
-    assert_agree(one["tbt_s"], [gap for _, did in both.pairs for gap in np.diff(did.sent_s).tolist()])
-    assert_agree(one["tpot_s"], [(did.sent_s[-1] - did.sent_s[0]) / 19 for _, did in both.pairs])
-    assert_agree(one["e2e_s"], [did.ended_s - answer.due_s for answer, did in both.pairs])
+    held_up_s = both.held_up_s()
+    assert_agree(one["ttft_s"], [did.sent_s[0] - answer.due_s for answer, did in both.pairs], held_up_s)
+    assert_agree(one["tbt_s"], [gap for _, did in both.pairs for gap in np.diff(did.sent_s).tolist()], held_up_s)
+    assert_agree(one["tpot_s"], [(did.sent_s[-1] - did.sent_s[0]) / 19 for _, did in both.pairs], held_up_s)
+    assert_agree(one["e2e_s"], [did.ended_s - answer.due_s for answer, did in both.pairs], held_up_s)
     lasted_s = max(did.ended_s for _, did in both.pairs) - both.seen.start_s
     assert one["duration_s"] == pytest.approx(lasted_s, rel=0.01)
     assert one["requests_per_s"] == pytest.approx(90 / lasted_s, rel=0.01)
@@ -124,9 +135,9 @@ def test_an_open_loop_that_the_server_cannot_hold_shows_the_growing_latency(monk
     spec = scenario(load={"kind": "open", "rate": 66, "gaps": "constant"}, requests=80)
     both = load(monkeypatch, spec, DelayServer(one_at_a_time))
     first = [did.sent_s[0] - answer.due_s for answer, did in both.pairs]
-    assert_agree(both.summary["ttft_s"], first)
+    assert_agree(both.summary["ttft_s"], first, both.held_up_s())
     assert both.summary["ttft_s"]["max"] >= 80 * 0.03 - 80 / 66  # it has waited for all before it
-    assert first[-1] > 3 * first[20] > 3 * first[0]
+    assert np.mean(first[60:]) > 2 * np.mean(first[:20])
     assert max(did.received_s - answer.due_s for answer, did in both.pairs) < 0.5  # all were sent in time nevertheless
     assert both.summary["offered_requests_per_s"] == pytest.approx(66, rel=0.02)
     assert both.summary["requests_per_s"] < 34
