@@ -8,7 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
-EXTRAS = {"cpu": ["modelscope"], "cuda": ["gpu", "flashinfer", "modelscope"]}
+EXTRAS = {"cpu": ["modelscope"], "cuda": ["gpu", "flashinfer", "flash-attn", "modelscope"]}
 
 
 def name_of(requirement: str) -> str:

@@ -2,6 +2,7 @@
 # By hand: it proves the cuda target's stages but for its base image (docs/containers.md).
 ARG BASE
 FROM ${BASE} AS wheels
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3-venv
 RUN --mount=type=secret,id=ca python3 -m venv /tmp/venv \
     && PIP_CERT=/run/secrets/ca /tmp/venv/bin/pip install -q --no-deps --target /tmp/site nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 \
