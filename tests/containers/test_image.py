@@ -9,6 +9,7 @@ import pytest
 
 from containers.conftest import Start
 from containers.docker_host import ANY_UID, HARDENED, REPOSITORY, Container, docker, docker_command
+from models.gguf_files import write_gguf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first builds the image
 
@@ -44,6 +45,19 @@ if os.fork() == 0:
         time.sleep(0.5)  # outlives its parents: PID 1 inherits it
     os._exit(0)
 os.wait()
+"""
+
+FILL = """
+import contextlib
+for folder in ("/tmp", "/cache/models", "/cache/compiled"):
+    with contextlib.suppress(OSError), open(folder + "/filler", "wb", buffering=0) as file:
+        while file.write(bytes(65536)):
+            pass
+    try:
+        with open(folder + "/more", "wb") as file:
+            file.write(bytes(65536))
+    except OSError as error:
+        print(folder, error.strerror)
 """
 
 
@@ -103,6 +117,34 @@ def test_it_says_in_one_line_what_it_lacks(
     assert container.wait_exit() == exit_code
     [line] = [line for line in container.log().splitlines() if "[info" not in line]  # others may still get ready
     assert words in line
+
+
+def test_a_full_disk_ends_nothing_that_serves_nor_the_restart_of_an_engine(start: Start, smollm2: Path) -> None:
+    caches = [f"--tmpfs=/cache/{name}:size=4m,mode=1777" for name in ("models", "compiled")]
+    container = start("--read-only", "--tmpfs=/tmp:size=16m", *caches, folder=smollm2)
+    container.wait_healthy()
+    assert container.python(FILL).count("No space left on device") == 3
+    assert "Paris" in container.python(CHAT)
+    [engine] = [pid for pid, (_, name) in processes(container).items() if name == "engine-0"]
+    container.python(f"import os; os.kill({engine}, 9)")
+    container.wait_ready(restarts=1)
+    assert "Paris" in container.python(CHAT)
+    docker("stop", "--time", "60", container.name)
+    assert container.state()["ExitCode"] == 0
+
+
+def test_a_start_on_a_full_disk_says_in_one_line_where(start: Start, smollm2: Path, tmp_path: Path) -> None:
+    container = start("--read-only", "--tmpfs=/tmp:size=4k", folder=smollm2)
+    assert container.wait_exit() == 78
+    assert "MIZZEN_RUN_DIR: cannot write in /tmp/mizzen-" in container.log()
+    assert "Traceback" not in container.log()
+    write_gguf(tmp_path / "tiny.gguf")
+    tmp_path.chmod(0o755)  # for the container's user
+    cache = "--tmpfs=/cache/models:size=4k,mode=1777"
+    container = start("--read-only", "--tmpfs=/tmp", cache, "-v", f"{tmp_path}:/gguf:ro", model="/gguf/tiny.gguf")
+    assert container.wait_exit() == 78
+    [line] = [line for line in container.log().splitlines() if "[info" not in line]
+    assert "MIZZEN_CACHE_DIR: '/cache/models/mizzen' cannot be written" in line
 
 
 def test_too_little_memory_is_named(start: Start, smollm2: Path) -> None:
