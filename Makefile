@@ -13,7 +13,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE ?= mizzen:$(VERSION)-cuda
 CPU_IMAGE ?= mizzen:$(VERSION)-cpu
 comma := ,
-BUILD_ARGS := CPU_BASE CUDA_BASE CUDA_DEVEL_BASE CUDA_ARCHITECTURES PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+BUILD_ARGS := CPU_BASE CUDA_BASE CUDA_DEVEL_BASE CUDA_ARCHITECTURES TRITON_MODELS PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 BUILD = DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile \
 	$(foreach name,$(BUILD_ARGS),$(if $($(name)),--build-arg $(name)="$($(name))")) \
 	$(if $(CA_BUNDLE),--secret id=ca$(comma)src=$(CA_BUNDLE)) --build-arg VERSION=$(VERSION) \

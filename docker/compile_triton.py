@@ -68,6 +68,8 @@ def note(start: Start) -> set[str]:
 
 def compile_kernel(architecture: int, specialization: str) -> str:
     """Compiles it into the cache, and its launcher. Returns its key."""
+    import mizzen.kernels.triton.table  # noqa: F401  # fixes the keys, as in a start
+
     use_driver(architecture)
     module, _, name = json.loads(specialization)["name"].rpartition(".")
     kernel = getattr(importlib.import_module(module), name).preload(specialization)
