@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from containers.docker_host import REPOSITORY, Done, compose_command
 from mizzen.config.settings import Settings, variable
@@ -100,6 +101,33 @@ def test_the_grace_period_is_the_drain_and_15_s(files: tuple[str, ...]) -> None:
 def test_a_65_gb_download_fits_the_start_period() -> None:
     mizzen = services(GPU)["mizzen"]
     assert 65e9 / seconds(mizzen["healthcheck"]["start_period"]) < 10e6  # bytes a second
+
+
+def test_traces_and_metrics_find_their_way_by_the_services_names() -> None:
+    found = services(GPU)
+    collector = yaml.safe_load((REPOSITORY / "docker/otel/collector.yaml").read_text())
+    [pipeline] = collector["service"]["pipelines"].values()
+    for part in ("receivers", "processors", "exporters"):
+        assert set(pipeline[part]) == set(collector[part]), "what is defined is used, and the reverse"
+    sent_to = found["mizzen"]["environment"]["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"]
+    received_at = collector["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
+    assert sent_to == f"http://otel-collector:{received_at.rpartition(':')[2]}/v1/traces"
+    limits = collector["processors"]["memory_limiter"]
+    memory_mib = int(found["otel-collector"]["deploy"]["resources"]["limits"]["memory"]) / 2**20
+    assert limits["spike_limit_mib"] < limits["limit_mib"] < memory_mib
+    assert collector["exporters"]["otlp"]["endpoint"] == "jaeger:4317"
+    sources = [
+        source
+        for file in (REPOSITORY / "docker/grafana/provisioning/datasources").iterdir()
+        for source in yaml.safe_load(file.read_text())["datasources"]
+    ]
+    urls = {source["uid"]: source["url"] for source in sources}
+    assert urls == {"prometheus": "http://prometheus:9090", "jaeger": "http://jaeger:16686"}
+    [provider] = yaml.safe_load((REPOSITORY / "docker/grafana/provisioning/dashboards/mizzen.yaml").read_text())[
+        "providers"
+    ]
+    mounted = {volume["target"]: volume["source"] for volume in found["grafana"]["volumes"]}
+    assert list(Path(mounted[provider["options"]["path"]]).glob("*.json"))
 
 
 def test_env_example_documents_every_variable_with_its_default() -> None:
