@@ -47,9 +47,13 @@ class Handled:
 def words(body: dict[str, Any]) -> int:
     """Each word is a token; a chat template puts 7 around each message."""
     if "messages" in body:
-        return sum(7 + len(message["content"].split()) for message in body["messages"])
+        return sum(7 + len(_text(message["content"]).split()) for message in body["messages"])
     prompt = body["prompt"]
     return len(prompt) if isinstance(prompt, list) else len(prompt.split())
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
 
 
 class DelayServer:
@@ -111,6 +115,9 @@ class DelayServer:
                 b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (200 if text else 404, len(text)) + text.encode()
             )
             return "close" not in headers.get("connection", "")
+        if not body:  # such as /health, which some clients ask first
+            _whole(writer, 200, {})
+            return True
         fields = json.loads(body)
         handled = Handled(fields, time.monotonic(), authorization=headers.get("authorization", ""))
         if fields.get("max_tokens") == 1:
@@ -169,6 +176,8 @@ def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
 
 
 def _sse(event: dict[str, Any]) -> bytes:
+    delta = any("delta" in choice for choice in event.get("choices", ()))
+    event = {"id": "1", "object": "chat.completion.chunk" if delta else "text_completion", "model": "delay", **event}
     return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
