@@ -222,7 +222,8 @@ class Supervisor:
     def _log_progress(self, health: Health, now: float) -> None:
         """A line each interval while something long goes on: a download, above all."""
         interval_s = self._config.log.interval_s
-        if interval_s and health.fraction is not None and now - self._progress_s >= interval_s:
+        going_on = health.fraction is not None and not health.draining
+        if interval_s and going_on and now - self._progress_s >= interval_s:
             self._progress_s = now
             log.info(health.detail or health.phase, phase=health.phase, done=f"{health.fraction:.0%}")
 
