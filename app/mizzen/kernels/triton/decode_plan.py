@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs", "large_programs", "large_percent"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_programs", "large_programs", "large_percent"],
+    do_not_specialize_on_alignment=["seq_lens", "query_start"],
+)
 def plan_kernel(
     row_slots,
     seq_lens,

@@ -137,7 +137,10 @@ class PagedPrefill:
         )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "min_tokens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tiles", "min_tokens"],
+    do_not_specialize_on_alignment=["seq_lens", "query_start"],
+)
 def _plan_kernel(
     row_slots,
     seq_lens,

@@ -10,7 +10,7 @@ from mizzen.kernels.triton.launch import pdl_options
 _ROWS = 32  # a warp's worth: rows do not depend on each other
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
 def _kernel(
     slots,
     seq_lens,

@@ -26,7 +26,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_indices", "slots", "maxima", "sums"])
 def _block_stats_kernel(
     logits,
     row_stride,
@@ -70,7 +70,7 @@ def _block_stats_kernel(
     tl.store(sums + index * num_blocks + block, tl.sum(weights, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "maxima", "sums"])
 def _kept_sums_kernel(
     logits,
     row_stride,
@@ -112,7 +112,7 @@ def _kept_sums_kernel(
             tl.store(sums + row * NUM_BLOCKS + block, tl.sum(tl.where(x < threshold, 0.0, weights), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "seq_lens", "maxima", "sums"])
 def _draw_kernel(
     logits,
     row_stride,

@@ -41,7 +41,10 @@ class ShortRows:
         return self._slots[:num_rows], self._lens[:num_rows], self._starts[: num_rows + 1]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places", "max_tokens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_places", "max_tokens"],
+    do_not_specialize_on_alignment=["seq_lens", "query_start"],
+)
 def _kernel(
     row_slots,
     seq_lens,

@@ -132,7 +132,7 @@ def _draw_candidate(values, ids, k, temperature, top_p, min_p, uniform, K: tl.co
     return tl.sum(tl.where(index == passed, token_id, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "seq_lens"])
 def _draw_top_k_kernel(
     logits,
     row_stride,

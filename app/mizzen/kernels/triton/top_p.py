@@ -52,7 +52,7 @@ def _reach(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "seq_lens"])
 def _draw_top_p_kernel(
     logits,
     row_stride,
