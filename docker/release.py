@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 VERSION = r"(\d+\.\d+\.\d+(?:-rc\d+)?)"
 PLACES = {  # file, to what stands around the version in it
     "pyproject.toml": r'^version = "{}"$',
-    "app/mizzen/__init__.py": r'^__version__ = "{}"$',
+    "app/mizzen/version.py": r'^__version__ = "{}"$',
     "helm/mizzen/Chart.yaml": r"^(?:version|appVersion): {}$",
     "docker-compose.yml": r"mizzen:{}-cuda",
     "docker/compose.cpu.yml": r"mizzen:{}-cpu",

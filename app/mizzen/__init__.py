@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from mizzen.sampling_params import SamplingParams
+from mizzen.version import __version__
 
 if TYPE_CHECKING:
     from mizzen.llm import LLM, RequestOutput
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
 
 

@@ -11,11 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mizzen import __version__
 from mizzen.config.config import Config
 from mizzen.observability import metrics
 from mizzen.observability.feed import Histogram, Labels, Samples
 from mizzen.observability.metrics import BY_NAME, COMMON_LABELS, METRICS, VLLM_METRICS, VllmMetric
+from mizzen.version import __version__
 
 ENGINE = "0"
 _INFO = "vllm:cache_config_info"
