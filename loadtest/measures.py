@@ -192,6 +192,8 @@ def _client(seen: Seen, records: Sequence[Record]) -> dict[str, Any]:
         "connections": seen.connections,
         "cpu_share": cpu_share,
         "is_bottleneck": bool(late or cpu_share > BUSY),
+        # It waited for a core that others had: a machine of its own would mend that.
+        "machine_is_busy": bool(late and cpu_share < BUSY / 2),
     }
 
 

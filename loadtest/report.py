@@ -111,8 +111,8 @@ def _warnings(run: dict[str, Any]) -> str:
     if client["is_bottleneck"]:
         send, loop = (terminal.ms(client[key].get("p99")) for key in ("send_lag_s", "loop_lag_s"))
         found.append(
-            f"The client did not keep up (send lag P99 {send} ms, loop lag P99 {loop} ms, {client['cpu_share']:.0%} of"
-            " a core): these figures are partly its own."
+            f"{terminal.slow_client(client).capitalize()} (send lag P99 {send} ms, loop lag P99 {loop} ms,"
+            f" {client['cpu_share']:.0%} of a core): these figures are partly its own."
         )
     if one["interrupted"]:
         found.append("The run was interrupted: the figures are those until then.")

@@ -111,7 +111,7 @@ def report(result: dict[str, Any]) -> str:
     lines.append(f"client        send lag P99 {ms(client['send_lag_s'].get('p99'))} ms, loop lag P99"
                  f" {ms(client['loop_lag_s'].get('p99'))} ms, {client['cpu_share']:.0%} of a core")  # fmt: skip
     if client["is_bottleneck"]:
-        lines.append("WARNING       the client did not keep up: these figures are partly its own")
+        lines.append(f"WARNING       {slow_client(client)}: these figures are partly its own")
     if one["interrupted"]:
         lines.append("WARNING       interrupted: the figures are those until then")
     return "\n".join(lines)
@@ -204,6 +204,10 @@ def _soak(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": _repeated, "sweep": _sweep, "search": _search, "compare": _compare, "soak": _soak,
 }  # fmt: skip
+
+
+def slow_client(client: dict[str, Any]) -> str:
+    return "the client did not keep up" + (", for others keep its machine busy" if client["machine_is_busy"] else "")
 
 
 def load(scenario: dict[str, Any]) -> str:

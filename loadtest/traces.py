@@ -70,7 +70,7 @@ def conversations(
     block = BLOCK_TOKENS[form]
     blocks = Blocks(pieces, seed, block)
     source = np.random.default_rng((seed, 1 << 32))
-    seen: set[int] = set()  # hashes of everything that a prompt began with
+    seen: dict[int, int] = {}  # how much of a block was seen, by the hash of all that it ends
     for row in rows:
         if max_context is not None and row.input_tokens + row.output_tokens > max_context:
             made.dropped_too_long += 1
@@ -85,9 +85,10 @@ def conversations(
                 break
             parts.append(blocks.block(hash_id) if here == block else blocks.beginning(hash_id, here))
             chain = hash((chain, hash_id))
-            hit = hit and chain in seen
-            promised += here if hit else 0
-            seen.add(chain)
+            before = seen.get(chain, 0)
+            promised += min(here, before) if hit else 0
+            hit = hit and before >= here
+            seen[chain] = max(here, before)
         if (left := words - len(parts) * block) > 0:
             parts.append(pieces.random(source, left))
         turn = Turn(tuple(parts), max(1, row.output_tokens), row.input_tokens, min(promised, words - 1))

@@ -126,6 +126,13 @@ def test_equal_hash_ids_are_equal_prefixes(tmp_path: Path) -> None:
     assert [row.due_s for row in (one, two, three, four)] == [0.0, 1.5, 1.5, 9.0]
 
 
+def test_of_a_block_that_was_seen_in_part_only_that_part_is_promised(tmp_path: Path) -> None:
+    path = mooncake(tmp_path / "trace.jsonl", [(0, 700, [1, 2]), (1, 1300, [1, 2, 3]), (2, 1300, [1, 2, 3])])
+    rows = read(scenario(workload=trace(path, "mooncake")).workload, None)  # type: ignore[arg-type]
+    made = conversations(rows, "mooncake", TEXT, seed=0, overhead=0, max_context=None)
+    assert [one.turns[0].promised_cached for one in made.conversations] == [0, 700, 1299]
+
+
 def test_a_block_is_shared_only_after_the_same_beginning(tmp_path: Path) -> None:
     path = mooncake(tmp_path / "trace.jsonl", [(0, 1024, [1, 2]), (1, 1024, [3, 2])])
     rows = read(scenario(workload=trace(path, "mooncake")).workload, None)  # type: ignore[arg-type]
