@@ -24,7 +24,7 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["mess
 STREAM = """
 import http.client, json
 connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=60)
-body = {"model": "small", "temperature": 0, "max_tokens": 200, "ignore_eos": True, "stream": True, "prompt": "Once"}
+body = {"model": "small", "temperature": 0, "max_tokens": 64, "ignore_eos": True, "stream": True, "prompt": "Once"}
 connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
 for line in connection.getresponse():
     print(line.decode().strip(), flush=True)

@@ -91,7 +91,7 @@ def test_it_answers_and_is_watched_and_drains(stack: Stack) -> None:
     wait_until(lambda: len(stack.prometheus("alertmanagers")["activeAlertmanagers"]) == 1)
 
     stream = client.completions.create(
-        model=model, prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        model=model, prompt="Once", max_tokens=64, stream=True, extra_body={"ignore_eos": True}
     )
     first = next(iter(stream))
     stopping = threading.Thread(target=stack.run, args=("stop", "mizzen"))
