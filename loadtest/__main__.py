@@ -92,7 +92,9 @@ def _finish(args: argparse.Namespace, work: Coroutine[Any, Any, dict[str, Any]])
     """Runs, shows and writes; 1 if nothing was answered, or a soak was not steady."""
     result = {"format": FORMAT, **start(work)}
     print(terminal.table(result))
-    if args.json:
+    if args.json == Path("-"):  # where no file outlives the run: a Job's log
+        print(json.dumps(result))
+    elif args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.html:
         args.html.write_text(report.render(result))
@@ -219,7 +221,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--tokenizer", type=Path, help="the model's tokenizer.json, or its folder")
     how.add_argument("--metrics-url", help="default: /metrics of the same server; '' for none")
     how.add_argument("--sample-s", type=float, default=1.0, help="between samples of it")
-    how.add_argument("--json", type=Path, help="the result, with all that it takes to run it again")
+    how.add_argument(
+        "--json", type=Path, help="the result and all that it takes to run it again; -: as the last line of output"
+    )
     how.add_argument("--html", type=Path, help="a report to hand round")
     how.add_argument("--records", type=Path, help="every request and arrival, one JSON object a line")
 

@@ -19,7 +19,7 @@ import msgspec
 
 from loadtest.arrivals import Closed, Open
 from loadtest.measures import interval
-from loadtest.run import Options, run
+from loadtest.run import Options, RunFailed, run
 from loadtest.scenario import Scenario, ScenarioError, Slo
 
 PAUSE_S = 1.0  # between runs: what the one before left is to be gone
@@ -60,12 +60,18 @@ async def repeated(scenario: Scenario, options: Options, times: int) -> dict[str
     for number in range(times):
         seeded = msgspec.structs.replace(scenario, seed=scenario.seed + number)
         runs.append(await _paused(seeded, options, f"{number + 1}/{times} " if times > 1 else "", bool(number)))
+        if interrupted(runs):
+            break
     together = {}
     for name in FIGURES:
         values = [value for one in runs if (value := figure(one, name)) is not None]
         if len(values) == len(runs):
             together[name] = interval(values)
     return {"mode": "run", "runs": runs, "figures": together}
+
+
+def interrupted(runs: Sequence[dict[str, Any]]) -> bool:
+    return bool(runs) and bool(runs[-1]["summary"]["interrupted"])
 
 
 async def _paused(scenario: Scenario, options: Options, label: str, pause: bool) -> dict[str, Any]:
@@ -98,7 +104,7 @@ async def sweep(scenario: Scenario, options: Options, *, rates: Sequence[float] 
     runs: list[dict[str, Any]] = []
     for number, one in enumerate(loads, 1):
         runs.append(await _paused(one, options, f"{number}/{len(loads)} ", bool(runs)))
-        if runs[-1]["summary"]["interrupted"]:
+        if interrupted(runs):
             break
     return {"mode": "sweep", "runs": runs, "knee": knee(runs), "saturated_from": saturated_from(runs)}
 
@@ -160,7 +166,7 @@ async def search(
         why.append(misses(runs[-1], scenario.slo, percentile))
         return not why[-1]
 
-    low, high = await bisect(holds, start_rate, precision, most_runs, lambda: bool(runs[-1]["summary"]["interrupted"]))
+    low, high = await bisect(holds, start_rate, precision, most_runs, lambda: interrupted(runs))
     return {"mode": "search", "runs": runs, "misses": why, "percentile": percentile, "highest_rate": low,
             "lowest_missed_rate": high}  # fmt: skip
 
@@ -205,17 +211,23 @@ class Side:
 
 
 async def compare(scenario: Scenario, a: Side, b: Side, pairs: int) -> dict[str, Any]:
-    """``pairs`` times each, in the order a b, b a, a b, ...: both of a pair get the same load, every pair another."""
+    """``pairs`` times each, in the order a b, b a, a b, ...: both of a pair get the same load, every pair another. An
+    interrupted pair does not count. Raises RunFailed if that leaves none."""
     runs: dict[str, list[dict[str, Any]]] = {"a": [], "b": []}
-    for number in range(pairs):
+    order = [("a", a), ("b", b)]
+    turns = [(number, *turn) for number in range(pairs) for turn in (order if number % 2 == 0 else order[::-1])]
+    for number, key, side in turns:
         seeded = msgspec.structs.replace(scenario, seed=scenario.seed + number)
-        order = [("a", a), ("b", b)]
-        for key, side in order if number % 2 == 0 else order[::-1]:
-            async with started(side):
-                label = f"{number + 1}/{pairs} {side.name} "
-                runs[key].append(await _paused(seeded, side.options, label, side.command is None))
-    return {"mode": "compare", "names": [a.name, b.name], "runs": runs["a"] + runs["b"],
-            "ratios": ratios(runs["a"], runs["b"])}  # fmt: skip
+        async with started(side):
+            one = await _paused(seeded, side.options, f"{number + 1}/{pairs} {side.name} ", side.command is None)
+        if interrupted([one]):
+            break
+        runs[key].append(one)
+    whole = min(map(len, runs.values()))
+    if not whole:
+        raise RunFailed("interrupted before both had had a turn")
+    first, second = runs["a"][:whole], runs["b"][:whole]
+    return {"mode": "compare", "names": [a.name, b.name], "runs": first + second, "ratios": ratios(first, second)}
 
 
 def ratios(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -159,8 +159,9 @@ def put(data: dict[str, Any], name: str, value: Any) -> None:
 
 def convert(data: dict[str, Any]) -> Scenario:
     """Raises ScenarioError."""
-    if isinstance(workload := data.get("workload"), dict):
-        workload.setdefault("kind", "synthetic")
+    workload = data.get("workload")
+    if isinstance(workload, dict) and workload.setdefault("kind", "synthetic") == "trace":
+        data.setdefault("load", {"kind": "replay"})
     try:
         scenario = msgspec.convert(data, Scenario)
     except msgspec.ValidationError as error:

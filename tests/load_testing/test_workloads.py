@@ -233,9 +233,16 @@ def test_a_scenario_is_read_changed_and_checked(tmp_path: Path) -> None:
         "duration_s=": "say how long",
         "workload.prefix_tokens=5": "needs workload.prefixes",
         "load": "not NAME=VALUE",
+        "workload.kind=nothing": "workload.kind: Invalid value 'nothing'",
     }.items():
         with pytest.raises(ScenarioError, match=message.replace("(", r"\(")):
             load(path, [change])
+
+
+def test_a_trace_is_replayed_unless_another_load_is_named() -> None:
+    spec = scenario(workload={"kind": "trace", "format": "azure", "path": "x"})
+    assert spec.load.__class__.__name__ == "Replay"
+    assert scenario().load.__class__.__name__ == "Closed"
 
 
 def test_the_same_seed_is_the_same_workload_and_another_is_another() -> None:
