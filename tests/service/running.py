@@ -30,7 +30,8 @@ class Server:
     """``settings`` are MIZZEN_* values by their lower-case names."""
 
     def __init__(self, model: Path, folder: Path, **settings: Any) -> None:
-        self.port, self.health_port = free_port(), free_port()
+        self.port = int(settings.get("port", free_port()))
+        self.health_port = int(settings.get("health_port", free_port()))
         self.url = f"http://127.0.0.1:{self.port}"
         self.health_url = f"http://127.0.0.1:{self.health_port}"
         self.run_parent = folder / "run"
