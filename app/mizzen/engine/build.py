@@ -88,13 +88,13 @@ def build_rank(config: EngineConfig, model: ModelInfo, platform: Platform, group
     )
     report("profile", 1.0, "")
     runner = builder.runner(pages, max_model_len, lambda fraction, detail: report("capture", fraction, detail))
-    _log_kernels(config)
+    log_kernels(config)
     info = builder.info(pages, max_model_len)
     memory_bytes = {"kv": info.kv_bytes, "steps": peak_bytes, "free": platform.free_memory_bytes()}
     return Rank(runner, info, model, builder.annotate, memory_bytes)
 
 
-def _log_kernels(config: EngineConfig) -> None:
+def log_kernels(config: EngineConfig) -> None:
     """What runs as its torch twin, and why; and how many kernels were in no cache of Triton's: in an image, none."""
     if config.device == "cpu":
         log.info("kernels", torch_twins={"all": "no GPU"})
