@@ -56,7 +56,8 @@ def short(value: float) -> str:
 
 @dataclass
 class Plot:
-    """``x_title`` and ``y_title`` say the unit. ``marks`` are vertical lines with a text, at a place on x."""
+    """``x_title`` and ``y_title`` say the unit. ``marks`` are vertical lines with a text, at a place on x; ``levels``
+    horizontal ones; ``shades`` greyed parts of x."""
 
     title: str
     x_title: str
@@ -67,6 +68,7 @@ class Plot:
     height: int = 300
     y_max: float | None = None
     marks: list[tuple[float, str]] = field(default_factory=list)
+    levels: list[tuple[float, str]] = field(default_factory=list)
     shades: list[tuple[float, float, str]] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     bars: list[tuple[float, float, float]] = field(default_factory=list)
@@ -85,6 +87,7 @@ class Plot:
         ys += [height for _, _, height in self.bars]
         if not xs or not ys:
             return f'<figure><figcaption>{escape(self.title)}</figcaption><p class="none">no data</p></figure>'
+        ys += [value for value, _ in self.levels]
         across = self._scale(xs, self.log_x, 64.0, self.width - 14.0, None)
         up = self._scale(ys, self.log_y, self.height - 46.0, 14.0 + 16 * (len(self.lines) > 1), self.y_max)
         parts = [*self._shades(across, up), *self._axes(across, up), *self._bars(across, up)]
@@ -177,6 +180,13 @@ class Plot:
             parts.append(f'<line class="mark" x1="{x:.1f}" y1="{up.end:.1f}" x2="{x:.1f}" y2="{up.start:.1f}"/>'
                          f'<text class="marked" x="{x + shift:.1f}" y="{up.end + 10 + 12 * (place % 4):.1f}"'
                          f' text-anchor="{side}">{escape(text)}</text>')  # fmt: skip
+        left, right = across.start, across.end
+        for value, text in self.levels:
+            y = up(value)
+            parts += [
+                f'<line class="mark" x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}"/>',
+                f'<text class="marked" x="{left + 4:.1f}" y="{y - 4:.1f}">{escape(text)}</text>',
+            ]
         return parts
 
     def _legend(self) -> list[str]:
@@ -189,3 +199,39 @@ class Plot:
                          f'<text x="{x + 18:.0f}" y="13">{escape(name)}</text>')  # fmt: skip
             x += 32 + 6.3 * len(name)
         return parts
+
+
+def ratios(title: str, rows: Sequence[tuple[str, float, Number, Number, str]]) -> str:
+    """A line a figure: its name, the ratio, the interval's ends (or None) and a color, on one logarithmic axis."""
+    values = [value for _, *three, _ in rows for value in three if value is not None]
+    most = max([1.1, *values, *(1 / value for value in values)])
+    width, top, line = 760, 22.0, 20.0
+    bottom = top + line * len(rows)
+    across = Scale(1 / most, most, 210.0, width - 20.0, log=True)
+    parts = []
+    for mark in (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 2.0, 5.0, 10.0):
+        if not across.low <= mark <= across.high:
+            continue
+        x, kind = across(mark), "one" if mark == 1 else "grid"
+        parts += [
+            f'<line class="{kind}" x1="{x:.1f}" y1="{top - 6:.1f}" x2="{x:.1f}" y2="{bottom:.1f}"/>',
+            f'<text x="{x:.1f}" y="{bottom + 14:.1f}" text-anchor="middle">{mark:g}</text>',
+        ]
+    for place, (name, ratio, low, high, color) in enumerate(rows):
+        y = top + line * place + line / 2
+        parts.append(f'<text x="200" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        if low is not None and high is not None:
+            left, right = across(max(low, across.low)), across(min(high, across.high))
+            ends = f'x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}"'
+            parts.append(f'<line stroke="{color}" stroke-width="3" {ends}/>')
+        parts.append(f'<circle fill="{color}" cx="{across(ratio):.1f}" cy="{y:.1f}" r="4"/>')
+    height, middle = bottom + 42, (across.start + across.end) / 2
+    parts.append(
+        f'<text class="title" x="{middle:.1f}" y="{height - 8:.1f}" text-anchor="middle">'
+        "ratio (logarithmic) and its 95% interval</text>"
+    )
+    body = "\n".join(parts)
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {width} {height:.0f}" role="img"'
+        f' aria-label="{escape(title)}">\n{body}\n</svg></figure>'
+    )

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from loadtest import terminal
-from loadtest.plots import Plot
+from loadtest.plots import Plot, ratios
 
 STYLE = """
 :root{color-scheme:light}
@@ -21,7 +21,7 @@ h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px;border-top:
 figure{margin:0;border:1px solid #e2e8f0;border-radius:8px;padding:10px}figcaption{font-weight:600;margin-bottom:4px}
 svg{width:100%;height:auto;font:11px system-ui,sans-serif}svg text{fill:#475569}svg .title{fill:#1e293b;font-size:12px}
 svg line.grid{stroke:#eef2f7}svg .axis{stroke:#64748b;fill:none}svg .line{fill:none;stroke-width:1.8}
-svg .bar{fill:#60a5fa}svg .mark{stroke:#dc2626;stroke-dasharray:3 3}svg .marked{fill:#b91c1c}
+svg .one{stroke:#1e293b}svg .bar{fill:#60a5fa}svg .mark{stroke:#dc2626;stroke-dasharray:3 3}svg .marked{fill:#b91c1c}
 svg .shade{fill:#f1f5f9}.none{color:#64748b}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{text-align:right;padding:3px 10px}
 th{border-bottom:1px solid #94a3b8;font-weight:600}td:first-child,th:first-child{text-align:left}
@@ -53,6 +53,8 @@ def render(result: dict[str, Any]) -> str:
         parts += [f"<pre>{escape(terminal.table(result))}</pre>"]
         if mode in ("sweep", "search"):
             parts.append(_curves(result))
+        if mode == "compare":
+            parts.append(_ratios(result))
         for place, one in enumerate(runs):
             label = one["label"].strip() or f"run {place + 1}"
             named = escape(f"{label}: {terminal.load(one['scenario'])}")
@@ -161,10 +163,17 @@ def _over_time(run: dict[str, Any]) -> list[Plot]:
         for name in ("p50", "p90", "p99"):
             values = [None if value is None else value * 1e3 for value in line[f"{key}_{name}_s"]]
             plot.line(name.upper(), at, values)
+        plot.levels = _limit(run, key)
         plots.append(plot)
     flight = _timed(run, "Requests in flight, as the client sees it", "requests")
     flight.line("in flight", at, line["in_flight"])
     return [*plots, flight]
+
+
+def _limit(run: dict[str, Any], key: str) -> list[tuple[float, str]]:
+    """Of the SLO."""
+    value = run["scenario"]["slo"][f"{key}_ms"]
+    return [] if value is None else [(value, f"SLO {value:g} ms")]
 
 
 def _server(run: dict[str, Any]) -> list[Plot]:
@@ -213,6 +222,14 @@ def _histograms(run: dict[str, Any]) -> list[Plot]:
     return plots
 
 
+def _ratios(result: dict[str, Any]) -> str:
+    colors = {"better": "#059669", "worse": "#dc2626"}
+    rows = [(name, ratio["mean"], ratio.get("low"), ratio.get("high"), colors.get(ratio["b_is"], "#94a3b8"))
+            for name, ratio in result["ratios"].items()]  # fmt: skip
+    a, b = result["names"]
+    return ratios(f"{b} over {a}: green is better, red worse, grey not told apart", rows)
+
+
 def _curves(result: dict[str, Any]) -> str:
     runs = sorted(result["runs"], key=lambda one: one["summary"]["output_tokens_per_s_under_load"] or 0)
     if result["mode"] == "sweep":
@@ -229,6 +246,7 @@ def _curves(result: dict[str, Any]) -> str:
         for name in ("p50", "p90", "p99"):
             values = [one["summary"][key].get(name) for one in runs]
             plot.line(name.upper(), throughput, [None if v is None else v * 1e3 for v in values], dots=True)
+        plot.levels = _limit(runs[0], key.removesuffix("_s"))
         if result.get("knee") is not None:
             at = result["runs"][result["knee"]]
             plot.marks = [(at["summary"]["output_tokens_per_s_under_load"], f"knee: {terminal.load(at['scenario'])}")]

@@ -44,7 +44,7 @@ WHOLE = (
 
 
 class Prepared:
-    """Answers each request with the next of ``answers`` (None: drops it); ``close_after``: then closes the connection."""
+    """Answers each request with the next of ``answers`` (None: drops it); ``close_after``: one for each connection."""
 
     def __init__(self, *answers: bytes | None, close_after: bool = False, piece: int = 0) -> None:
         self._answers, self._close_after, self._piece = list(answers), close_after, piece

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from delay_server import DelayServer, Script
 from loadtest import __main__ as cli
-from loadtest import modes
+from loadtest import modes, report
 from loadtest.client import Target
 from loadtest.measures import interval
 from loadtest.run import Options
@@ -138,6 +138,9 @@ def test_compared_servers_take_turns_with_the_same_load(monkeypatch: pytest.Monk
     assert len(set(prompts[0])) == 24
     began = [one["began"] for one in found["runs"]]
     assert began[0] <= began[3] <= began[4] <= began[1] <= began[2] <= began[5]  # a b, b a, a b
+    drawn = figures_of(report.render({"format": 1, **found}))[0]
+    assert drawn.findtext("figcaption") == "new over old: green is better, red worse, grey not told apart"
+    assert len(list(drawn.iter("circle"))) == len(found["ratios"])
 
 
 def test_a_side_with_a_command_has_its_server_only_for_its_turn(tmp_path: Path) -> None:
@@ -278,7 +281,7 @@ def test_a_sweep_draws_its_curve(
 
 
 def test_a_soak_says_whether_it_was_steady(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--rate", "60", "--duration", "2", "--input-tokens", "20", "--output-tokens", "3", "--tolerance"]
+    words = ["--rate", "60", "--duration", "1", "--input-tokens", "20", "--output-tokens", "3", "--tolerance"]
     assert cli.main(["soak", "--base-url", url, *words, "1000"]) == 0
     assert "steady: the last third over the first" in capsys.readouterr().out
     assert cli.main(["soak", "--base-url", url, *words, "0"]) == 1
