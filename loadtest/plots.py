@@ -204,18 +204,19 @@ class Plot:
 def ratios(title: str, rows: Sequence[tuple[str, float, Number, Number, str]]) -> str:
     """A line a figure: its name, the ratio, the interval's ends (or None) and a color, on one logarithmic axis."""
     values = [value for _, *three, _ in rows for value in three if value is not None]
-    most = max([1.1, *values, *(1 / value for value in values)])
+    most = min(10.0, max([1.1, *values, *(1 / value for value in values)]))
+    half = (1.05, 1.1, 1.2) if most < 1.5 else (1.2, 1.5, 2.0) if most < 3 else (2.0, 5.0, 10.0)
     width, top, line = 760, 22.0, 20.0
     bottom = top + line * len(rows)
     across = Scale(1 / most, most, 210.0, width - 20.0, log=True)
     parts = []
-    for mark in (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 2.0, 5.0, 10.0):
+    for mark in (*(1 / value for value in half), 1.0, *half):
         if not across.low <= mark <= across.high:
             continue
         x, kind = across(mark), "one" if mark == 1 else "grid"
         parts += [
             f'<line class="{kind}" x1="{x:.1f}" y1="{top - 6:.1f}" x2="{x:.1f}" y2="{bottom:.1f}"/>',
-            f'<text x="{x:.1f}" y="{bottom + 14:.1f}" text-anchor="middle">{mark:g}</text>',
+            f'<text x="{x:.1f}" y="{bottom + 14:.1f}" text-anchor="middle">{mark:.3g}</text>',
         ]
     for place, (name, ratio, low, high, color) in enumerate(rows):
         y = top + line * place + line / 2
@@ -224,7 +225,7 @@ def ratios(title: str, rows: Sequence[tuple[str, float, Number, Number, str]]) -
             left, right = across(max(low, across.low)), across(min(high, across.high))
             ends = f'x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}"'
             parts.append(f'<line stroke="{color}" stroke-width="3" {ends}/>')
-        parts.append(f'<circle fill="{color}" cx="{across(ratio):.1f}" cy="{y:.1f}" r="4"/>')
+        parts.append(f'<circle fill="{color}" cx="{across(min(ratio, across.high)):.1f}" cy="{y:.1f}" r="4"/>')
     height, middle = bottom + 42, (across.start + across.end) / 2
     parts.append(
         f'<text class="title" x="{middle:.1f}" y="{height - 8:.1f}" text-anchor="middle">'
