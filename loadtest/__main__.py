@@ -135,7 +135,7 @@ async def _watch(driver: Driver, scenario: Scenario, label: str) -> None:
 
 def _scenario(args: argparse.Namespace) -> Scenario:
     given = {name: value for name, value in vars(args).items() if value is not None}
-    kinds = [f"{part}.kind={kind}" for name, (part, kind) in _KINDS.items() if name in given]
+    kinds = [f"{part}.kind={json.dumps(kind)}" for name, (part, kind) in _KINDS.items() if name in given]
     changes = [f"{name}={json.dumps(value)}" for name, value in given.items() if "." in name or name in _FIELDS]
     return load(_scenario_path(args.scenario), [*kinds, *changes, *args.set])
 

@@ -125,24 +125,36 @@ class Scenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def load(path: Path | None, changes: list[str]) -> Scenario:
     """``changes``: "load.rate=8", values as YAML. Raises ScenarioError."""
-    import yaml  # type: ignore[import-untyped]  # it ships no types
-
     data: Any = {}
+    if path is not None:
+        try:
+            data = _yaml(path.read_text(), str(path))
+        except OSError as error:
+            raise ScenarioError(f"{path}: {error.strerror}") from None
+    if not isinstance(data, dict):
+        raise ScenarioError(f"{path}: not a mapping")
+    for change in changes:
+        name, found, value = change.partition("=")
+        if not found:
+            raise ScenarioError(f"--set {change}: not NAME=VALUE")
+        put(data, name, _yaml(value, f"--set {change}"))
+    return convert(data)
+
+
+def _yaml(text: str, where: str) -> Any:
+    """JSON is YAML, and does without the package. Raises ScenarioError."""
     try:
-        if path is not None:
-            data = yaml.safe_load(path.read_text())
-        if not isinstance(data, dict):
-            raise ScenarioError(f"{path}: not a mapping")
-        for change in changes:
-            name, found, value = change.partition("=")
-            if not found:
-                raise ScenarioError(f"--set {change}: not NAME=VALUE")
-            put(data, name, yaml.safe_load(value))
-        return convert(data)
-    except OSError as error:
-        raise ScenarioError(f"{path}: {error.strerror}") from None
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        pass  # YAML, then
+    try:
+        import yaml  # type: ignore[import-untyped]  # it ships no types
+    except ImportError:
+        raise ScenarioError(f"{where}: this is YAML, which needs the package pyyaml; JSON does without") from None
+    try:
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ScenarioError(f"{path}: {error}") from None
+        raise ScenarioError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def put(data: dict[str, Any], name: str, value: Any) -> None:

@@ -233,6 +233,7 @@ def test_a_scenario_is_read_changed_and_checked(tmp_path: Path) -> None:
         "duration_s=": "say how long",
         "workload.prefix_tokens=5": "needs workload.prefixes",
         "load": "not NAME=VALUE",
+        "load.rate={": "--set load.rate={: ",
         "workload.kind=nothing": "workload.kind: Invalid value 'nothing'",
     }.items():
         with pytest.raises(ScenarioError, match=message.replace("(", r"\(")):
