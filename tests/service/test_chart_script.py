@@ -1,11 +1,13 @@
 """The script of `helm test`, against the real server."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from service.running import Server
 
@@ -49,9 +51,12 @@ def test_the_load_test_waits_until_the_release_is_ready(server: Server) -> None:
 
 @pytest.mark.slow
 def test_the_load_test_runs_to_its_end(server: Server) -> None:
-    given = ["--concurrency", "2", "--requests", "4", "--warmup", "0", "--output-tokens", "4"]
-    done = run(server, "load", "run", *given)
+    """With the chart's own arguments, but for the size."""
+    usual = yaml.safe_load((SCRIPT.parents[1] / "values.yaml").read_text())["loadTest"]["args"]
+    small = ["--concurrency", "2", "--duration", "3", "--warmup", "0", "--output-tokens", "4"]
+    done = run(server, "load", *usual, *small)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["runs"][0]["summary"]["complete"] > 0
 
 
 @pytest.mark.slow
