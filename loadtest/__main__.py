@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -113,7 +114,15 @@ def _numbers(flag: str, text: str | None) -> list[float]:
         raise ScenarioError(f"{flag} {text}: neither 1,2,4 nor FIRST:LAST:COUNT") from None
 
 
+def _many_connections() -> None:
+    """As many open files as this user may have: an open loop has as many requests in flight as it takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def start(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    _many_connections()
     try:
         import uvloop
     except ImportError:  # slower, but the same
