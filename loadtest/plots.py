@@ -177,9 +177,12 @@ class Plot:
             x = across(value)
             side = "end" if x > (across.start + across.end) * 0.6 else "start"
             shift = -4 if side == "end" else 4
-            parts.append(f'<line class="mark" x1="{x:.1f}" y1="{up.end:.1f}" x2="{x:.1f}" y2="{up.start:.1f}"/>'
-                         f'<text class="marked" x="{x + shift:.1f}" y="{up.end + 10 + 12 * (place % 4):.1f}"'
-                         f' text-anchor="{side}">{escape(text)}</text>')  # fmt: skip
+            # Latency curves rise: what is written at the foot hides none of them.
+            y = up.end + 10 + 12 * (place % 4) if self.bars else up.start - 6
+            parts += [
+                f'<line class="mark" x1="{x:.1f}" y1="{up.end:.1f}" x2="{x:.1f}" y2="{up.start:.1f}"/>',
+                f'<text class="marked" x="{x + shift:.1f}" y="{y:.1f}" text-anchor="{side}">{escape(text)}</text>',
+            ]
         left, right = across.start, across.end
         for value, text in self.levels:
             y = up(value)

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from loadtest import terminal
+from loadtest.client import UNFINISHED
 from loadtest.plots import Plot, ratios
 
 STYLE = """
@@ -21,7 +22,8 @@ h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 8px;border-top:
 figure{margin:0;border:1px solid #e2e8f0;border-radius:8px;padding:10px}figcaption{font-weight:600;margin-bottom:4px}
 svg{width:100%;height:auto;font:11px system-ui,sans-serif}svg text{fill:#475569}svg .title{fill:#1e293b;font-size:12px}
 svg line.grid{stroke:#eef2f7}svg .axis{stroke:#64748b;fill:none}svg .line{fill:none;stroke-width:1.8}
-svg .one{stroke:#1e293b}svg .bar{fill:#60a5fa}svg .mark{stroke:#dc2626;stroke-dasharray:3 3}svg .marked{fill:#b91c1c}
+svg .one{stroke:#1e293b}svg .bar{fill:#60a5fa}svg .mark{stroke:#dc2626;stroke-dasharray:3 3}
+svg .marked{fill:#b91c1c}
 svg .shade{fill:#f1f5f9}.none{color:#64748b}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{text-align:right;padding:3px 10px}
 th{border-bottom:1px solid #94a3b8;font-weight:600}td:first-child,th:first-child{text-align:left}
@@ -116,6 +118,8 @@ def _warnings(run: dict[str, Any]) -> str:
             f"{terminal.slow_client(client).capitalize()} (send lag P99 {send} ms, loop lag P99 {loop} ms,"
             f" {client['cpu_share']:.0%} of a core): these figures are partly its own."
         )
+    if one["errors"].get(UNFINISHED):
+        found.append(f"{terminal.cut_off(one).capitalize()}.")
     if one["interrupted"]:
         found.append("The run was interrupted: the figures are those until then.")
     if one["errors"]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from loadtest.client import UNFINISHED
 from loadtest.driver import Driver
 from loadtest.scenario import Scenario
 
@@ -112,6 +113,8 @@ def report(result: dict[str, Any]) -> str:
                  f" {ms(client['loop_lag_s'].get('p99'))} ms, {client['cpu_share']:.0%} of a core")  # fmt: skip
     if client["is_bottleneck"]:
         lines.append(f"WARNING       {slow_client(client)}: these figures are partly its own")
+    if one["errors"].get(UNFINISHED):
+        lines.append(f"WARNING       {cut_off(one)}")
     if one["interrupted"]:
         lines.append("WARNING       interrupted: the figures are those until then")
     return "\n".join(lines)
@@ -144,7 +147,9 @@ def curve(runs: Sequence[dict[str, Any]], notes: Sequence[str]) -> str:
             number(figures["output_tokens_per_s_under_load"]),
             *(ms(figures[key].get(p)) for key in ("ttft_s", "tbt_s") for p in ("p50", "p90", "p99")),
             f"{sum(figures['errors'].values()):,}",
-            note + (" client too slow" if figures["client"]["is_bottleneck"] else ""),
+            note
+            + (" cut off" if figures["errors"].get(UNFINISHED) else "")
+            + (" client too slow" if figures["client"]["is_bottleneck"] else ""),
         ])  # fmt: skip
     return columns(rows)
 
@@ -204,6 +209,11 @@ def _soak(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": _repeated, "sweep": _sweep, "search": _search, "compare": _compare, "soak": _soak,
 }  # fmt: skip
+
+
+def cut_off(one: dict[str, Any]) -> str:
+    count = one["errors"][UNFINISHED]
+    return f"{count:,} answers were cut off by the run's end (drain_s): true latencies are higher than these"
 
 
 def slow_client(client: dict[str, Any]) -> str:

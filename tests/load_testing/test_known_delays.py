@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from delay_server import DelayServer, Handled, Script
 from loadtest import run as running
+from loadtest import terminal
 from loadtest.client import Target
 from loadtest.driver import Seen
 from loadtest.run import Options, run
@@ -169,6 +170,7 @@ def test_what_the_run_cuts_off_is_unfinished_not_forgotten(monkeypatch: pytest.M
     spec = scenario(load={"kind": "open", "rate": 50}, requests=20, drain_s=0.3)
     one = load(monkeypatch, spec, server).summary
     assert (one["complete"], one["errors"]) == (10, {"unfinished": 10})
+    assert "10 answers were cut off" in terminal.cut_off(one)
 
 
 def test_nobody_listening_is_told_at_once() -> None:
