@@ -147,7 +147,14 @@ def main() -> int:
         make_libcuda(libcuda)
         cache = libcuda / "cache" if arguments.check else output
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(arguments.processes, context, prepare_process, (cache, libcuda)) as pool:
+        with ProcessPoolExecutor(
+            arguments.processes,
+            context,
+            prepare_process,
+            (cache, libcuda),
+            # A process does not look up again what it has found before.
+            max_tasks_per_child=1 if arguments.check else None,
+        ) as pool:
             if arguments.check:
                 return 0 if check(pool, wanted, output) else 1
             compile_all(pool, wanted, output)
