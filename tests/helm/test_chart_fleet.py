@@ -177,9 +177,13 @@ def test_helm_test_has_a_pod_for_each_question() -> None:
         assert item["metadata"]["annotations"]["helm.sh/hook-weight"] == str(weight)
         assert item["spec"]["restartPolicy"] == "Never"
         keys = item["spec"]["containers"][0]["env"][-1]
-        assert keys == {"name": "KEYS", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "file"}}}
+        assert keys == {"name": "KEYS_FILE", "value": "/etc/mizzen/api-keys/file"}
+        assert chart.mounts(item["spec"]["containers"][0])["api-keys"]["mountPath"] == "/etc/mizzen/api-keys"
+        assert item["spec"]["volumes"][-1]["secret"]["secretName"] == "mine"
     unlocked = [item for item in render() if item["kind"] == "Pod"]
-    assert all("KEYS" not in {entry["name"] for entry in item["spec"]["containers"][0]["env"]} for item in unlocked)
+    assert all(
+        "KEYS_FILE" not in {entry["name"] for entry in item["spec"]["containers"][0]["env"]} for item in unlocked
+    )
     assert questions(render({"config": {"metrics": False}}))[-1] == "streaming"
     assert questions(render({"config": {"metrics_require_key": True}}))[-1] == "streaming"
 

@@ -67,7 +67,7 @@ def test_helm_test_uses_the_first_key_of_the_file(smollm2: Path, tmp_path: Path)
     try:
         locked.wait_ready()
         assert run(locked).returncode != 0
-        done = run(locked, KEYS=keys.read_text())
+        done = run(locked, KEYS_FILE=str(keys))
         assert done.returncode == 0, done.stderr
     finally:
         locked.close()

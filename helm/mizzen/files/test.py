@@ -10,8 +10,10 @@ import sys
 import time
 import urllib.request
 
-KEYS = [line.strip() for line in os.environ.get("KEYS", "").splitlines()]
-KEY = next((line for line in KEYS if line and not line.startswith("#")), "")
+KEY = ""
+if "KEYS_FILE" in os.environ:
+    with open(os.environ["KEYS_FILE"]) as keys:
+        KEY = next((line.strip() for line in keys if line.strip() and not line.strip().startswith("#")), "")
 API, HEALTH = os.environ["API"], os.environ["HEALTH"]
 
 

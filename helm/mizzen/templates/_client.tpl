@@ -30,9 +30,8 @@ containers:
       - {name: API, value: {{ include "mizzen.url" .root | quote }}}
       - {name: HEALTH, value: {{ include "mizzen.healthUrl" .root | quote }}}
       - {name: WAIT_S, value: {{ include "mizzen.startupSeconds" .root | quote }}}
-      {{- with include "mizzen.apiKeysSecret" .root }}
-      - name: KEYS
-        valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $v.apiKeys.key }}}}
+      {{- if include "mizzen.apiKeysSecret" .root }}
+      - {name: KEYS_FILE, value: /etc/mizzen/api-keys/{{ $v.apiKeys.key }}}
       {{- end }}
     securityContext:
       {{- toYaml $v.securityContext | nindent 6 }}
@@ -40,7 +39,14 @@ containers:
       {{- toYaml .resources | nindent 6 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
+      {{- if include "mizzen.apiKeysSecret" .root }}
+      - {name: api-keys, mountPath: /etc/mizzen/api-keys, readOnly: true}
+      {{- end }}
 volumes:
   - name: tmp
     emptyDir: {sizeLimit: 1Gi}
+  {{- with include "mizzen.apiKeysSecret" .root }}
+  - name: api-keys
+    secret: {secretName: {{ . }}, defaultMode: 288}  # 0440
+  {{- end }}
 {{- end -}}
