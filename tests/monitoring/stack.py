@@ -7,12 +7,13 @@ holds enough scrapes for a rate), so that what takes a quarter of an hour in pro
 import contextlib
 import http.server
 import json
+import os
 import re
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,20 @@ def short_rules(path: Path) -> dict[str, Any]:
 class _Program:
     """A program with an HTTP port, its log beside its data."""
 
-    def __init__(self, folder: Path, port: int, command: list[str], ready: str) -> None:
+    def __init__(
+        self, folder: Path, port: int, command: list[str], ready: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._log_path = folder / f"{Path(command[0]).name}.log"
         with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                env={**os.environ, **(environment or {})},
+            )
         try:
             self._wait(ready)
         except BaseException:
@@ -90,7 +100,9 @@ class _Program:
 class Prometheus(_Program):
     """Scrapes ``target`` every second, with docker/prometheus's rules a minute of which is a second."""
 
-    def __init__(self, folder: Path, target: str, alertmanager: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, target: str, alertmanager: str | None = None, runbook_url: str = "docs/runbook.md"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
         config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
@@ -109,8 +121,9 @@ class Prometheus(_Program):
             f"--config.file={folder / 'prometheus.yml'}",
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
+            "--enable-feature=expand-external-labels",
         ]
-        super().__init__(folder, port, command, "/-/ready")
+        super().__init__(folder, port, command, "/-/ready", {"RUNBOOK_URL": runbook_url})
 
     def _get(self, path: str, **parameters: Any) -> Any:
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
@@ -128,6 +141,11 @@ class Prometheus(_Program):
         found: list[dict[str, Any]] = self._get("query_range", query=expression, start=start, end=end, step=step_s)[
             "result"
         ]
+        return found
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Pending and firing ones."""
+        found: list[dict[str, Any]] = self._get("alerts")["alerts"]
         return found
 
     def rules(self) -> list[dict[str, Any]]:

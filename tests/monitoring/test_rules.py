@@ -4,14 +4,14 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
 import panels
 from monitoring import promql
-from monitoring.stack import PROMETHEUS, tool
+from monitoring.stack import PROMETHEUS, Prometheus, tool, wait_until
+from service.running import free_port
 
 ROOT = PROMETHEUS.parents[1]
 RUNBOOK_PARTS = ["**Meaning**", "**Look at**", "**Do**"]
@@ -81,12 +81,26 @@ def test_an_alert_has_a_severity_texts_and_a_section_in_the_runbook(name: str) -
         assert rule["annotations"]["runbook_url"] == "{{ $externalLabels.runbook }}#" + name.lower()
 
 
-def test_alerts_link_to_the_runbook_at_an_absolute_address_written_once() -> None:
+def test_where_the_runbook_is_is_said_once_and_by_default_it_is_there() -> None:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
-    address = urlsplit(config["global"]["external_labels"]["runbook"])
-    assert address.scheme == "https"
-    assert address.netloc
-    assert (ROOT / address.path.lstrip("/")).exists()
+    assert config["global"]["external_labels"] == {"runbook": "${RUNBOOK_URL}"}
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["prometheus"]
+    assert "--enable-feature=expand-external-labels" in compose["command"]
+    default = re.fullmatch(r"\$\{RUNBOOK_URL:-(.*)\}", compose["environment"]["RUNBOOK_URL"])
+    assert default is not None
+    chart = yaml.safe_load((ROOT / "helm" / "mizzen" / "values.yaml").read_text())
+    assert chart["monitoring"]["runbookUrl"] == default[1]
+    assert (ROOT / default[1]).is_file()
+
+
+def test_an_alert_links_to_the_page_that_the_environment_names(tmp_path: Path) -> None:
+    prometheus = Prometheus(tmp_path, f"127.0.0.1:{free_port()}", runbook_url="https://docs.example/runbook.md")
+    try:
+        wait_until(lambda: bool(prometheus.alerts()), 30.0, prometheus.rules)
+        [down] = prometheus.alerts()
+        assert down["annotations"]["runbook_url"] == "https://docs.example/runbook.md#mizzendown"
+    finally:
+        prometheus.close()
 
 
 def test_alerts_go_to_an_alertmanager() -> None:

@@ -235,11 +235,12 @@ def test_probes_have_no_trace(service: Traced) -> None:
     assert trace_id not in {span.trace_id for span in service.receiver.spans}
 
 
-def test_prompts_are_not_exported_and_headers_are_sent(service: Traced) -> None:
+def test_prompts_and_answers_are_not_exported_and_headers_are_sent(service: Traced) -> None:
     answer, _ = service.post()
     assert answer.status_code == 200
     assert service.receiver.raw
     assert not any(SECRET.encode() in raw for raw in service.receiver.raw)
+    assert not any(b"put.messages" in raw for raw in service.receiver.raw)  # gen_ai.input's and gen_ai.output's
     assert SECRET not in service.server.log()
     assert service.receiver.headers[-1]["x-tenant"] == "blue"
 
@@ -288,6 +289,9 @@ def test_grpc_and_content_are_a_setting_away(tmp_path: Path) -> None:
         assert trace.server.resource["service.name"] == "my-llm"
         [message] = json.loads(trace.server.attributes["gen_ai.input.messages"])
         assert message == {"role": "user", "parts": [{"type": "text", "content": SECRET}]}
+        [said] = json.loads(trace.server.attributes["gen_ai.output.messages"])
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert said == {"role": "assistant", "parts": [{"type": "text", "content": text}], "finish_reason": "length"}
         assert service.receiver.headers[-1]["x-tenant"] == "blue"
         service.receiver.wait(lambda: service.receiver.points("gen_ai.server.request.duration"))
 

@@ -1,5 +1,6 @@
 """Spans from records, without a server: what is rare on a healthy one."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,33 @@ def test_content_is_exported_only_where_it_was_kept() -> None:
         '{"role":"user","parts":[{"type":"text","content":"Hi"}]},'
         '{"role":"user","parts":[{"type":"text","content":"Once"}]}]'
     )
+    assert "gen_ai.output.messages" not in attributes
+
+
+def test_answers_are_exported_by_choice_as_far_as_the_client_got_them() -> None:
+    record = make_record(answers=[["Pa", "ris"], ["Ly"], []])
+    assert record.inference is not None
+    record.inference.finishes = {0: Finish("stop", 7, 2), 1: Finish("abort", 7, 1)}
+    attributes = Spans().of(record)["server"].attributes
+    assert attributes is not None
+    assert json.loads(str(attributes["gen_ai.output.messages"])) == [
+        {"role": "assistant", "parts": [{"type": "text", "content": text}], "finish_reason": reason}
+        for text, reason in (("Paris", "stop"), ("Ly", "error"), ("", "error"))
+    ]
+
+
+def test_a_refused_request_has_no_answer_to_export() -> None:
+    attributes = Spans().of(make_record(answers=[[]]))["server"].attributes
+    assert attributes is not None
+    assert "gen_ai.output.messages" not in attributes
+
+
+def test_a_delta_is_kept_only_where_answers_are() -> None:
+    for answers in (None, [[]]):
+        record = make_record(answers=answers)
+        record.output(Delta("r", 0, "Hi", 1))
+        assert record.inference is not None
+        assert record.inference.answers == (None if answers is None else [["Hi"]])
 
 
 def test_metrics_of_failures_have_a_duration_alone() -> None:

@@ -41,6 +41,7 @@ class InferenceRecord:
     num_prompts: int
     num_choices: int
     prompts: list[Prompt] | None = None  # only if MIZZEN_TRACE_CONTENT
+    answers: list[list[str]] | None = None  # likewise; by choice, the pieces of text that the client gets
     admitted: bool = False  # it was sent on its way, not refused with 429 or 503
     response_id: str | None = None  # the body's "id", once admitted
     refused_after: tuple[float, float] | None = None  # the tokenizer began with it, and refused it
@@ -138,6 +139,8 @@ class RequestRecord:
         assert inference is not None
         now = time.monotonic()
         inference.accepted_s = inference.accepted_s or now
+        if inference.answers is not None:
+            inference.answers[delta.index].append(delta.text)
         if delta.num_tokens:
             inference.first_output_s = inference.first_output_s or now
             inference.last_output_s = now

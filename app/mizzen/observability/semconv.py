@@ -28,6 +28,7 @@ USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 INPUT_MESSAGES = "gen_ai.input.messages"  # opt-in
+OUTPUT_MESSAGES = "gen_ai.output.messages"  # opt-in
 
 PROVIDER = "mizzen"  # a custom value, as the convention allows where none of its own applies
 

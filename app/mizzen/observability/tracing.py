@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from mizzen.ipc.messages import ChatPrompt, Prompt, TextPrompt
+from mizzen.ipc.messages import ChatPrompt, Finish, Prompt, TextPrompt
 from mizzen.observability import semconv
 from mizzen.observability.record import InferenceRecord, RequestRecord
 
@@ -169,6 +169,8 @@ def _gen_ai(record: RequestRecord, inference: InferenceRecord) -> dict[str, Attr
         attributes[semconv.REQUEST_CHOICE_COUNT] = inference.num_choices
     if inference.prompts is not None:
         attributes[semconv.INPUT_MESSAGES] = msgspec.json.encode(_messages(inference.prompts)).decode()
+    if inference.answers is not None and any(inference.answers):
+        attributes[semconv.OUTPUT_MESSAGES] = msgspec.json.encode(_answers(inference, inference.answers)).decode()
     if inference.accepted_s is None:
         return attributes
     assert inference.response_id is not None
@@ -196,3 +198,20 @@ def _messages(prompts: list[Prompt]) -> list[dict[str, object]]:
         elif isinstance(prompt, TextPrompt):
             messages.append({"role": "user", "parts": [{"type": "text", "content": prompt.text}]})
     return messages
+
+
+def _answers(inference: InferenceRecord, answers: list[list[str]]) -> list[dict[str, object]]:
+    """What each choice gave, also one that broke off: as many as have spans."""
+    return [
+        {
+            "role": "assistant",
+            "parts": [{"type": "text", "content": "".join(pieces)}],
+            "finish_reason": _finish_reason(inference.finishes.get(index)),
+        }
+        for index, pieces in enumerate(answers[:MAX_CHOICES])
+    ]
+
+
+def _finish_reason(finish: Finish | None) -> str:
+    """In the convention's words, of which none is for what was cut off."""
+    return finish.reason if finish is not None and finish.reason in ("stop", "length") else "error"

@@ -100,6 +100,7 @@ class Api:
             num_prompts=len(job.prompts),
             num_choices=job.num_choices,
             prompts=job.prompts if self._trace_content else None,
+            answers=[[] for _ in range(job.num_choices)] if self._trace_content else None,
         )
         if self._metrics is not None:
             inference.pace = self._metrics.requests.pace(record, inference)
