@@ -161,8 +161,11 @@ def test_every_integer_of_the_values_survives_at_its_largest() -> None:
     assert f'"{2**53}"' in done.stdout  # config.seed
 
 
-def test_a_setting_taken_away_leaves_the_servers_own() -> None:
-    assert "MIZZEN_LOG_FORMAT" not in environment(chart.template(*chart.LEAST, "--set", "config.log_format=null"))
+@pytest.mark.parametrize("name", ["helm3", "helm4"])
+def test_a_setting_taken_away_leaves_the_servers_own(name: str) -> None:
+    given = environment(render({"config": {"log_format": None, "chat_template": None}}, name=name))
+    assert not {"MIZZEN_LOG_FORMAT", "MIZZEN_CHAT_TEMPLATE"} & set(given)
+    assert "MIZZEN_LOG_FORMAT" in environment(render(name=name))
 
 
 def test_global_values_of_a_parent_chart_are_let_through() -> None:
