@@ -172,8 +172,10 @@ alb.ingress.kubernetes.io/target-group-attributes: deregistration_delay.timeout_
 {{- define "mizzen.env" -}}
 {{- $v := .Values -}}
 {{- range $name, $value := $v.config }}
+{{- if not (kindIs "invalid" $value) }}
 - name: MIZZEN_{{ upper $name }}
   value: {{ include "mizzen.scalar" $value | quote }}
+{{- end }}
 {{- end }}
 {{- if include "mizzen.apiKeysSecret" . }}
 - name: MIZZEN_API_KEYS_FILE
