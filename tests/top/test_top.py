@@ -116,6 +116,45 @@ def test_the_screen_tells_traffic_latency_memory_and_processes() -> None:
     assert "engine-0 ready - 7" in text
 
 
+def test_a_burst_of_refusals_is_told_by_its_reason_and_how_many_may_run() -> None:
+    made = Window(10.0)
+    for at_s in (1.0, 2.0):
+        made.add(
+            Scrape.parse(
+                f"mizzen_ready{{{COMMON}}} 1\n"
+                f"mizzen_requests_running{{{COMMON}}} 4\n"
+                f'mizzen_config_info{{{COMMON},max_running_requests="8"}} 1\n'
+                f"mizzen_device_busy_seconds_total{{{COMMON}}} {at_s * 0.5}\n"
+                f'mizzen_requests_rejected_total{{{COMMON},reason="rate_limit_exceeded"}} {3 * at_s}\n'
+                f'mizzen_requests_rejected_total{{{COMMON},reason="invalid_api_key"}} 9\n',
+                at_s,
+            )
+        )
+    text = " ".join(shown(made).split())
+    assert "requests running 4 of 8" in text
+    assert "device busy 50.0%" in text
+    assert "refused by rate_limit_exceeded 3 /s" in text
+    assert "invalid_api_key" not in text
+    assert "GPUs" not in text
+
+
+def test_gpus_have_a_panel_where_there_are_any() -> None:
+    made = Window(10.0)
+    gpu = f'{COMMON},rank="1",gpu="5"'
+    made.add(
+        Scrape.parse(
+            f"mizzen_ready{{{COMMON}}} 1\n"
+            f"mizzen_gpu_memory_capacity_bytes{{{gpu}}} {80 * 2**30}\n"
+            f"mizzen_gpu_memory_used_bytes{{{gpu}}} {60 * 2**30}\n"
+            f"mizzen_gpu_utilization_ratio{{{gpu}}} NaN\n",
+            1.0,
+        )
+    )
+    text = " ".join(shown(made).split())
+    assert "GPUs" in text
+    assert "1 75.0% 80 -" in text
+
+
 def test_what_is_not_known_is_a_dash_and_a_problem_is_told() -> None:
     assert "-" in shown(window(1))
     assert "does not answer" in shown(window(1, 2), "does not answer")

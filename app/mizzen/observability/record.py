@@ -48,7 +48,6 @@ class InferenceRecord:
     accepted_s: float | None = None  # the tokenizer's word, or the first text
     prompt_tokens: list[int] = field(default_factory=list)  # per prompt, once accepted
     first_output_s: float | None = None  # the first delta of any choice arrived at the api
-    last_output_s: float | None = None
     output_tokens: int = 0  # that arrived, of all choices
     pace: "Pace | None" = None  # tokens on their way to the client, if metrics are on
     finishes: dict[int, Finish] = field(default_factory=dict)  # by choice; aborted ones too
@@ -134,17 +133,17 @@ class RequestRecord:
             self.inference.refused_after = (tokenize_s, tokenized_s)
 
     def output(self, delta: Delta) -> None:
-        """A delta that the client gets."""
+        """A delta that the client gets. Runs for every token: the clock is read for the first alone."""
         inference = self.inference
         assert inference is not None
-        now = time.monotonic()
-        inference.accepted_s = inference.accepted_s or now
+        if inference.first_output_s is None:
+            now = time.monotonic()
+            inference.accepted_s = inference.accepted_s or now
+            if delta.num_tokens:
+                inference.first_output_s = now
         if inference.answers is not None:
             inference.answers[delta.index].append(delta.text)
-        if delta.num_tokens:
-            inference.first_output_s = inference.first_output_s or now
-            inference.last_output_s = now
-            inference.output_tokens += delta.num_tokens
+        inference.output_tokens += delta.num_tokens
 
     def finish(self, index: int, finish: Finish) -> None:
         """The engine's last word on a choice, whether or not somebody still waits for it."""

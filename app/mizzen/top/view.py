@@ -26,6 +26,8 @@ BAR_WIDTH = 24
 def render(url: str, window: Window, problem: str = "") -> RenderableType:
     """``problem``: why the newest scrape is not of now."""
     panels = [_traffic(window), _latencies(window), _memory(window), _processes(window)]
+    if window.newest.values.get("mizzen_gpu_memory_capacity_bytes"):
+        panels.append(_gpus(window))
     return Group(_head(url, window, problem), Columns(panels))
 
 
@@ -79,7 +81,7 @@ def _traffic(window: Window) -> Panel:
     newest = window.newest
     ended = "mizzen_requests_finished_total"
     rows = {
-        "requests running": _number(newest.total("mizzen_requests_running")),
+        "requests running": _running(window),
         "requests waiting": _number(newest.total("mizzen_requests_waiting")),
         "answers finished": _number(window.rate(ended, "reason", "stop", "length"), "/s"),
         "answers failed": _number(window.rate(ended, "reason", "error", "timeout"), "/s"),
@@ -88,13 +90,24 @@ def _traffic(window: Window) -> Panel:
         "prompt tokens": _number(window.rate("mizzen_prompt_tokens_total"), "/s"),
         "generated tokens": _number(window.rate("mizzen_generation_tokens_total"), "/s"),
         "steps": _number(window.rate("mizzen_steps_total"), "/s"),
+        "device busy": _percent(window.rate("mizzen_device_busy_seconds_total")),
     }
     for name, value in rows.items():
         table.add_row(name, value)
     for reason, count in newest.by("mizzen_requests_waiting", "reason").items():
         if count:
             table.add_row(f"  waiting for {reason}", _number(count))
+    for reason in window.increases("mizzen_requests_rejected_total", "reason"):
+        if rate := window.rate("mizzen_requests_rejected_total", "reason", reason):
+            table.add_row(f"  refused by {reason}", _number(rate, "/s"))
     return Panel(table, title="traffic")
+
+
+def _running(window: Window) -> str:
+    """And how many may run."""
+    running = _number(window.newest.total("mizzen_requests_running"))
+    allowed = ", ".join(window.newest.by("mizzen_config_info", "max_running_requests"))
+    return f"{running} of {allowed}" if allowed else running
 
 
 def _latencies(window: Window) -> Panel:
@@ -128,3 +141,14 @@ def _processes(window: Window) -> Panel:
         state = Text("ready", "green") if ready else Text("down", "red")
         table.add_row(name, state, _seconds(ages.get(name, math.nan)), _number(restarts.get(group, 0.0)))
     return Panel(table, title="processes")
+
+
+def _gpus(window: Window) -> Panel:
+    newest = window.newest
+    used = newest.by("mizzen_gpu_memory_used_bytes", "rank")
+    busy = newest.by("mizzen_gpu_utilization_ratio", "rank")
+    table = _table("rank", "memory", "of GiB", "busy")
+    for rank, capacity in newest.by("mizzen_gpu_memory_capacity_bytes", "rank").items():
+        share = used.get(rank, math.nan) / capacity if capacity else math.nan
+        table.add_row(rank, _percent(share), _number(capacity / 2**30), _percent(busy.get(rank, math.nan)))
+    return Panel(table, title="GPUs")
