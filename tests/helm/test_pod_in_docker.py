@@ -27,9 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first builds t
 MODEL = yaml.safe_load((chart.CHART / "examples" / "cpu.yaml").read_text())["config"]["model"]
 KEY = "sk-of-the-pod"
 HUB_PORT = 9000
-# A hub within the pod's network that has the model's files. It prints what is fetched.
+WEIGHTS = "model.safetensors"
+# A hub within the pod's network that has the model's files. It prints what is fetched, and is slow with weights.
 HUB = """
-import http.server, json, pathlib, shutil, sys
+import http.server, json, pathlib, shutil, sys, time
 model, folder = sys.argv[1], pathlib.Path("/model")
 class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -57,6 +58,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif self.command == "GET":
             print("fetched", body.name, flush=True)
             with body.open("rb") as file:
+                if body.suffix == ".safetensors":
+                    self.wfile.write(file.read(2**20))
+                    time.sleep(4.0)
                 shutil.copyfileobj(file, self.wfile, 2**20)
     do_HEAD = do_GET
     def log_message(self, *arguments):
@@ -94,17 +98,22 @@ class Release:
         self._stack.callback(pod.remove)
         return pod
 
-    def download(self, model: Path) -> list[str]:
-        """The init container against a hub that has the model: the files that it fetched."""
+    def hub(self, model: Path) -> Callable[[], list[str]]:
+        """A hub that has the model; what has been fetched from it so far."""
         mount = f"--volume={model}:/model:ro"
         hub = self.pod.beside(mount, "--entrypoint=python3", self.image, "-c", HUB, MODEL, str(HUB_PORT), name="hub")
-        done = self.pod.run(chart.download(self.objects))
+        return lambda: [line.removeprefix("fetched ") for line in docker("logs", hub).stdout.splitlines()]
+
+    def download(self, model: Path) -> None:
+        """The init container, as often as a pod may come back: with the hub, and without."""
+        container = chart.download(self.objects)
+        fetched = self.hub(model)
+        done = self.pod.run(container)
         assert done.returncode == 0, done.stdout + done.stderr
-        fetched = [line.removeprefix("fetched ") for line in docker("logs", hub).stdout.splitlines()]
-        docker("rm", "--force", hub)
-        again = self.pod.run(chart.download(self.objects))
+        assert sorted(fetched()) == sorted(path.name for path in model.iterdir())
+        docker("rm", "--force", f"{self.pod.id}-hub")
+        again = self.pod.run(container)
         assert again.returncode == 0, "what is there is used where the hub is down: " + again.stdout + again.stderr
-        return fetched
 
     def start(self) -> Kubelet:
         kubelet = Kubelet(self.container, self.pod, self.pod.start(self.container))
@@ -180,9 +189,7 @@ def test_it_downloads_starts_serves_and_drains_as_rendered(
     install: Install, smollm2: Path, version: str, arguments: tuple[str, ...]
 ) -> None:
     release = install(version, *arguments)
-    fetched = release.download(smollm2)
-    assert sorted(fetched) == sorted(path.name for path in smollm2.iterdir())
-
+    release.download(smollm2)
     kubelet = release.start()
     kubelet.wait_ready()
     status = docker("exec", kubelet.name, "cat", "/proc/1/status").stdout
@@ -262,3 +269,30 @@ def test_a_pod_that_cannot_reach_its_hub_says_so_where_kubectl_shows_it(install:
     done = release.pod.run(chart.download(release.objects))
     assert done.returncode != 0
     assert "the hub cannot be reached" in release.pod.termination_message("download").splitlines()[-1]
+
+
+def test_a_download_that_was_killed_begins_again_with_what_is_missing(install: Install, smollm2: Path) -> None:
+    release = install("1.35.0")
+    container = chart.download(release.objects)
+    fetched = release.hub(smollm2)
+    every = {path.name for path in smollm2.iterdir()}
+    name = release.pod.start(container)
+    deadline = time.monotonic() + 60
+    while set(fetched()) != every:
+        assert time.monotonic() < deadline, release.pod.logs(name)
+        time.sleep(0.1)
+    time.sleep(1.0)  # what is small comes whole; the hub takes longer over the weights
+    docker("kill", name)
+    done = release.pod.run(container)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(fetched()) == sorted([*every, WEIGHTS])
+
+
+def test_two_pods_that_share_a_volume_download_once(install: Install, smollm2: Path) -> None:
+    release = install("1.35.0")
+    container = chart.download(release.objects)
+    fetched = release.hub(smollm2)
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(release.pod.run, [container, container | {"name": "other"}]))
+    assert [done.returncode for done in both] == [0, 0], both
+    assert fetched().count(WEIGHTS) == 1
