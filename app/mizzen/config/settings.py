@@ -258,7 +258,7 @@ class Settings(BaseSettings):
     trace_content: bool = _setting(
         False,
         "Traces",
-        "Spans carry prompts and answers too. Where spans go is said by the standard OTEL_* variables; without them, nowhere.",
+        "Spans carry prompts and answers. Where they go is said by the OTEL_* variables; without them, nowhere.",
         allowed="true or false",
     )
 
