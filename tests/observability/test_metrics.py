@@ -331,6 +331,24 @@ def test_tokens_are_counted_as_they_pass_and_once_in_all() -> None:
     assert found["mizzen_http_responses_total", (("route", "/v1/completions"), ("status", "200"))] == 1
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_tokens_handed_over_together_share_their_gap_evenly(choices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1000.0, 1000.25, 1000.5])
+    requests = Requests()
+    record = requests.admitted(choices)
+    monkeypatch.setattr("mizzen.observability.requests.monotonic", lambda: next(now))
+    everyone = range(choices)
+    requests.say(record, *(Delta("id", index, "a", 1) for index in everyone for _ in range(2)))  # the second has no gap
+    requests.say(record, *(Delta("id", index, "", 0) for index in everyone))
+    requests.say(record, *(Delta("id", index, "a", 1) for _ in range(5) for index in everyone))
+    found = requests.found()
+    assert found["mizzen_generation_tokens_total", ()] == 7 * choices
+    assert found["mizzen_time_to_first_token_seconds_count", ()] == choices
+    assert found["mizzen_inter_token_latency_seconds_sum", ()] == 0.5 * choices
+    least, each = (found["mizzen_inter_token_latency_seconds_bucket", (("le", le),)] for le in ("0.001", "0.1"))
+    assert (least, each) == (choices, 6 * choices)  # five of 0.1 s
+
+
 def test_a_client_that_left_counts_as_aborted_by_choice_and_not_as_a_duration() -> None:
     requests = Requests()
     record = requests.admitted(choices=2)

@@ -140,24 +140,41 @@ class Pace:
         self.tokens = 0
 
     def add(self, deltas: list[Delta]) -> None:
+        """What is handed over together: a choice's tokens among it share their gap evenly, and cost one look-up."""
         now = monotonic()
         last_s = self.last_s
+        if len(last_s) > 1:
+            for index in {delta.index for delta in deltas}:
+                self._add(index, [delta for delta in deltas if delta.index == index], now)
+            return
+        count = 0
         for delta in deltas:
-            count, index = delta.num_tokens, delta.index
-            if count == 1 and (since_s := last_s[index]):
-                # as Histogram.observe does; generation is counted from these when sent
-                gap_s, histogram = now - since_s, self._gap
-                histogram.counts[bisect_left(self._bounds, gap_s)] += 1
-                histogram.sum += gap_s
-            elif not count:
-                continue
-            elif last_s[index]:
-                self._gap.observe((now - last_s[index]) / count, count)
-            else:
-                self._begin(index, now)
-                self._metrics.generation.add(count)
-            last_s[index] = now
+            count += delta.num_tokens
+        if count and (since_s := last_s[0]):  # as _add and Histogram.observe do
+            last_s[0] = now
             self.tokens += count
+            gap_s, histogram = now - since_s, self._gap
+            histogram.counts[bisect_left(self._bounds, gap_s / count)] += count
+            histogram.sum += gap_s
+        else:
+            self._add(0, deltas, now)
+
+    def _add(self, index: int, deltas: list[Delta], now: float) -> None:
+        """Of one choice. Generation is counted from the gaps when sent."""
+        count = sum([delta.num_tokens for delta in deltas])
+        since_s = self.last_s[index]
+        if not count:
+            return
+        self.last_s[index] = now
+        self.tokens += count
+        if since_s:
+            self._gap.observe((now - since_s) / count, count)
+        else:
+            first = next(delta.num_tokens for delta in deltas if delta.num_tokens)
+            self._begin(index, now)
+            self._metrics.generation.add(first)
+            if count > first:
+                self._gap.observe(0.0, count - first)
 
     def _begin(self, index: int, now: float) -> None:
         self._metrics.first.observe(now - self._started_s)
