@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from loadtest.gpu import tensor_parallel
 
+from loadtest.gpu import tensor_parallel
 from tiny import make_tiny_model
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from loadtest.gpu.ablations import SWITCHES, plan, run_all, table
 
+from loadtest.gpu.ablations import SWITCHES, plan, run_all, table
 from mizzen.config.resolve import resolve
 from mizzen.config.settings import load_settings
 

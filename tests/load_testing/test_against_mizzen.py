@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from loadtest.client import Target
 from loadtest.run import Options, run
 from loadtest.scenario import convert

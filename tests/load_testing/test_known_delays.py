@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from delay_server import DelayServer, Handled, Script
+
 from loadtest import run as running
 from loadtest import terminal
 from loadtest.client import Target

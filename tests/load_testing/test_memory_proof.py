@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from loadtest.gpu import memory
 
+from loadtest.gpu import memory
 from mizzen.llm import LLM
 from tiny import make_tiny_model
 

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from delay_server import DelayServer, Script
+
 from loadtest import __main__ as cli
 from loadtest import modes, report
 from loadtest.client import Target

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from loadtest.figures import percentiles
 from loadtest.replay import Replay, Row, Timed, fitting, prepare, read_trace, replay, summary, table
 from loadtest.streams import CLOSED, COMPLETE, Stream

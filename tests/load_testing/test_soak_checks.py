@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loadtest.gpu.soak_checks import MIB, Limits, Sample, Seen, check, memory_table, quarters
 
+from loadtest.gpu.soak_checks import MIB, Limits, Sample, Seen, check, memory_table, quarters
 from tiny import make_tiny_model
 
 REFUSED = "refused 429 rate_limit_exceeded"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from loadtest.gpu import truth
 
+from loadtest.gpu import truth
 from tiny import make_tiny_model
 
 CPU = torch.device("cpu")

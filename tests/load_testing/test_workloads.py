@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from loadtest.bodies import Bodies
 from loadtest.prompts import WORDS, Text, TokenIds
 from loadtest.run import make, timed
