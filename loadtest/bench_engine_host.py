@@ -6,7 +6,6 @@ planning is apart: it belongs to the backend.
 """
 
 import multiprocessing
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,9 +17,11 @@ import zmq
 
 from mizzen.engine.loop import EngineLoop
 from mizzen.engine.meter import StepMeter
+from mizzen.engine.process import ProgressLine
 from mizzen.ipc.channels import ZmqReceiver, ZmqSender
 from mizzen.ipc.inproc import InprocChannel
 from mizzen.ipc.messages import GenerateRequest, StepOutput
+from mizzen.ipc.process import BEAT_INTERVAL_S
 from mizzen.kernels.key_compare import load_match_keys
 from mizzen.kv_cache.cache import KVCache
 from mizzen.model_runner.batch_state import BatchState, PreparedStep
@@ -74,7 +75,9 @@ def _sink(run_dir: str) -> None:
         pass
 
 
-def build(run_dir: Path, max_batch_tokens: int, metrics: bool) -> tuple[EngineLoop, Scheduler, InprocChannel]:
+def build(
+    run_dir: Path, max_batch_tokens: int, metrics: bool
+) -> tuple[EngineLoop, Scheduler, InprocChannel, StepMeter | None]:
     scheduler = Scheduler(
         KVCache(
             RUNNING * 3000 // PAGE_SIZE,
@@ -101,7 +104,8 @@ def build(run_dir: Path, max_batch_tokens: int, metrics: bool) -> tuple[EngineLo
     inbox = InprocChannel()
     outbox = ZmqSender(zmq.Context.instance(), run_dir, "detokenizer")
     meter = StepMeter(Feed(lambda _: True), runner) if metrics else None
-    return EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0, meter=meter), scheduler, inbox
+    loop = EngineLoop(scheduler, runner, inbox, outbox, depth=1, epoch=1, seed=0, meter=meter)
+    return loop, scheduler, inbox, meter
 
 
 def request(number: int, length: int, max_tokens: int) -> GenerateRequest:
@@ -122,7 +126,7 @@ def measure(mode: str, steps: int, metrics: bool = True) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="mz-") as folder:
         sink = multiprocessing.get_context("spawn").Process(target=_sink, args=(folder,), daemon=True)
         sink.start()
-        loop, scheduler, inbox = build(Path(folder), 8192 if mode == "decode" else 2048, metrics)
+        loop, scheduler, inbox, meter = build(Path(folder), 8192 if mode == "decode" else 2048, metrics)
         rows = RUNNING if mode == "decode" else RUNNING - 1
         for number in range(rows):
             inbox.send(request(number, PROMPT, MAX_MODEL_LEN - PROMPT - 1))
@@ -132,13 +136,21 @@ def measure(mode: str, steps: int, metrics: bool = True) -> dict[str, float]:
             loop.step(0.0)
         times: list[float] = []
         long_requests = 0
+        progress, reported_s = ProgressLine(1.0), time.perf_counter()
+        cpu_s = time.process_time()
         while len(times) < steps:
             if mode == "mixed" and scheduler.num_running + scheduler.num_waiting < RUNNING:
                 inbox.send(request(100_000 + long_requests, LONG_PROMPT, 1))
                 long_requests += 1
             start = time.perf_counter()
             loop.step(0.0)
+            if meter is not None and start > reported_s + BEAT_INTERVAL_S:  # as the engine's process does
+                reported_s = start
+                load = loop.load()
+                progress.update(load)
+                meter.report(load)
             times.append((time.perf_counter() - start) * 1e3)
+        cpu_s = time.process_time() - cpu_s
         sink.kill()
         sink.join()
     return {
@@ -147,13 +159,8 @@ def measure(mode: str, steps: int, metrics: bool = True) -> dict[str, float]:
         "p50_ms": float(np.percentile(times, 50)),
         "p99_ms": float(np.percentile(times, 99)),
         "mean_ms": float(np.mean(times)),
+        "cpu_ms": cpu_s * 1e3 / len(times),
     }
-
-
-def compare(rounds: int, steps: int = 1000) -> dict[str, float]:
-    """What metrics add to a decode step's host time: the ratio of the medians with and without, best of each."""
-    best = {on: min(measure("decode", steps, on)["p50_ms"] for _ in range(rounds)) for on in (True, False)}
-    return {"on_ms": best[True], "off_ms": best[False], "ratio": best[True] / best[False]}
 
 
 def run(steps: int = 1500) -> dict[str, dict[str, float]]:
@@ -165,8 +172,5 @@ def run(steps: int = 1500) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--metrics"]:
-        print({name: round(value, 4) for name, value in compare(rounds=4).items()})
-        sys.exit()
     for mode, row in run().items():
         print(mode, {name: round(value, 3) for name, value in row.items()})
