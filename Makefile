@@ -63,7 +63,7 @@ lint: setup  ## style, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy docker/*.py docker/grafana/*.py
-	$(BIN)/mypy helm/generate.py helm/scan.py
+	$(BIN)/mypy helm/chart_files.py helm/scan.py
 	$(BIN)/lint-imports
 
 format: setup  ## mend what ruff can mend
@@ -74,7 +74,7 @@ dashboards: setup  ## write Grafana's JSON from docker/grafana/panels.py
 	$(BIN)/python docker/grafana/generate.py
 
 chart: setup  ## write the chart's schema and copies, and k8s/; needs helm
-	$(BIN)/python helm/generate.py
+	$(BIN)/python helm/chart_files.py
 
 check-dashboards:  ## check them against Grafana's own types; needs node 18 and npm
 	@mkdir -p build/grafana-schema

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import chart
+import chart_files
 import plain
 import pytest
 import readme
 import yaml
 
-import generate
-
 
 def test_the_charts_schema_readme_and_copies_are_up_to_date() -> None:
-    for path, text in generate.generated().items():
+    for path, text in chart_files.generated().items():
         assert path.read_text() == text, f"{path} is old: run `make chart`"
 
 
