@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -93,6 +93,35 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_null_server(
+    model: str, settings: dict[str, str], *, stderr: IO[bytes] | None = None, without: tuple[str, ...] = ("MIZZEN_",)
+) -> "tuple[subprocess.Popen[bytes], int]":
+    """A ready server of the null model, and its port. ``without``: how the variables begin that it does not inherit."""
+    port = free_port()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(without)} | {
+        "MIZZEN_MODEL": model,
+        "MIZZEN_LOAD_FORMAT": "null",
+        "MIZZEN_PORT": str(port),
+        "MIZZEN_HEALTH_PORT": str(free_port()),
+        "MIZZEN_MAX_RUNNING_REQUESTS": "256",
+        "MIZZEN_MAX_BATCH_TOKENS": "8192",
+        "MIZZEN_SERVED_MODEL_NAME": "null",
+        **settings,
+    }
+    process = subprocess.Popen([sys.executable, "-m", "mizzen.cli", "serve"], env=environment, stderr=stderr)
+    try:
+        wait_ready(process, port)
+    except BaseException:
+        stop(process)
+        raise
+    return process, port
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
+
+
 def wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -127,21 +156,8 @@ def run(model: str, streams: int = 256, tokens: int = 2000, **settings: str) -> 
 
     ``settings``: more MIZZEN_* variables.
     """
-    port = free_port()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MIZZEN_")} | {
-        "MIZZEN_MODEL": model,
-        "MIZZEN_LOAD_FORMAT": "null",
-        "MIZZEN_PORT": str(port),
-        "MIZZEN_HEALTH_PORT": str(free_port()),
-        "MIZZEN_MAX_RUNNING_REQUESTS": "256",
-        "MIZZEN_MAX_BATCH_TOKENS": "8192",
-        "MIZZEN_SERVED_MODEL_NAME": "null",
-        "MIZZEN_LOG_LEVEL": "warning",
-        **settings,
-    }
-    process = subprocess.Popen([sys.executable, "-m", "mizzen.cli", "serve"], env=environment)
+    process, port = start_null_server(model, {"MIZZEN_LOG_LEVEL": "warning", **settings})
     try:
-        wait_ready(process, port)
         client_in_its_own_process(port, "null", 16, 20)  # warm-up
         before_s = cpu_s(process.pid)
         many = client_in_its_own_process(port, "null", streams, tokens)
@@ -149,8 +165,7 @@ def run(model: str, streams: int = 256, tokens: int = 2000, **settings: str) -> 
         first = [client_in_its_own_process(port, "null", 1, 1)["ttft_p50_ms"] for _ in range(3)]
         alone = client_in_its_own_process(port, "null", 1, 500)
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        stop(process)
     return {"many": many, "alone": alone, "first_token_ms": float(np.median(first))}
 
 

@@ -14,11 +14,7 @@ access line a request, the progress line. Off: none of these. The sides that are
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -82,22 +78,11 @@ class Server:
     """A null model's server; its log goes to a file."""
 
     def __init__(self, model: str, log: Path, settings: dict[str, str]) -> None:
-        self.port = bench_chain.free_port()
-        environment = {n: v for n, v in os.environ.items() if not n.startswith(("MIZZEN_", "OTEL_"))} | {
-            "MIZZEN_MODEL": model,
-            "MIZZEN_LOAD_FORMAT": "null",
-            "MIZZEN_PORT": str(self.port),
-            "MIZZEN_HEALTH_PORT": str(bench_chain.free_port()),
-            "MIZZEN_MAX_RUNNING_REQUESTS": "256",
-            "MIZZEN_MAX_BATCH_TOKENS": "8192",
-            "MIZZEN_SERVED_MODEL_NAME": "null",
-            **settings,
-        }
         self.log = log
         with log.open("wb") as stderr:
-            command = [sys.executable, "-m", "mizzen.cli", "serve"]
-            self._process = subprocess.Popen(command, env=environment, stderr=stderr)
-        bench_chain.wait_ready(self._process, self.port)
+            self._process, self.port = bench_chain.start_null_server(
+                model, settings, stderr=stderr, without=("MIZZEN_", "OTEL_")
+            )
 
     def cpu_s(self) -> dict[str, float]:
         """By process: CPU seconds since its start. Processes of a kind share a key."""
@@ -110,8 +95,7 @@ class Server:
         return used
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(30)
+        bench_chain.stop(self._process)
 
 
 @contextmanager

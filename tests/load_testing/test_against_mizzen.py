@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import run_program
 
 from loadtest.client import Target
 from loadtest.run import Options, run
@@ -122,27 +121,10 @@ def test_a_trace_at_several_speeds_leaves_a_result_and_a_report(smollm2: Path, t
         "--out",
         tmp_path / "out",
     ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "loadtest.gpu.traces",
-            smollm2,
-            *words,
-            "--set",
-            "load_format=null",
-            "--set",
-            "threads=1",
-        ],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words += ["--set", "load_format=null", "--set", "threads=1"]
+    printed = run_program("loadtest.gpu.traces", smollm2, *words)
     written = json.loads((tmp_path / "out.json").read_text())
     assert [one["scenario"]["load"]["speed"] for one in written["runs"]] == [2.0, 4.0]
     assert [one["summary"]["errors"] for one in written["runs"]] == [{}, {}]
-    assert "replayed 4 times as fast" in done.stdout
+    assert "replayed 4 times as fast" in printed
     assert "<svg" in (tmp_path / "out.html").read_text()

@@ -1,14 +1,13 @@
 """Each check fails for what it is there to find. The soak itself runs for some seconds, marked slow."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 from loadtest.gpu.soak_checks import MIB, Limits, Sample, Seen, check, memory_table, quarters
 from tiny import make_tiny_model
@@ -158,16 +157,8 @@ def test_a_short_soak_of_a_tiny_model_holds_and_is_written_down(tmp_path: Path) 
     options = ["--minutes", "0.25", "--sample-s", "0.5", "--max-prompt", "100", "--max-output", "100"]
     options += ["--silence-s", "30", "--gap-s", "60", "--json", str(tmp_path / "soak.json")]
     options += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    done = subprocess.run(
-        [sys.executable, "-m", "loadtest.gpu.soak", str(model), *options],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_program("loadtest.gpu.soak", str(model), *options)
     written = json.loads((tmp_path / "soak.json").read_text())
     assert all(one["holds"] for one in written["checks"])
     assert written["seen"]["outcomes"]["complete"] > 10
-    assert "| no page is lost | yes |" in done.stdout
+    assert "| no page is lost | yes |" in printed

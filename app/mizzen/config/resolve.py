@@ -45,6 +45,7 @@ def resolve(settings: Settings) -> Config:
     names: tuple[str, ...] = ()
     device: Literal["cpu", "cuda"] = "cpu"
     ranks = 1
+    cpus: tuple[int, ...] = ()
     telemetry = TelemetryConfig()
     with collect():
         telemetry = resolve_telemetry(os.environ, content=settings.trace_content)
@@ -54,7 +55,7 @@ def resolve(settings: Settings) -> Config:
         names = served_model_names(settings)
     with collect():
         device, ranks = choose_device(settings)
-        engine_cpus(settings, ranks)
+        cpus = engine_cpus(settings, ranks)
     with collect():
         check_ports(settings)
     with collect():
@@ -103,7 +104,7 @@ def resolve(settings: Settings) -> Config:
             all_reduce=settings.all_reduce,
             nvlink_multicast=settings.nvlink_multicast,
             nvtx=settings.nvtx,
-            cpus=engine_cpus(settings, ranks),
+            cpus=cpus,
             attention_backend=settings.attention_backend,
             threads=threads(settings, ranks),
             seed=settings.seed,
