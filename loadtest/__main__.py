@@ -1,12 +1,9 @@
 """``python -m loadtest``: answers that people believe, from one command against any OpenAI-compatible server."""
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
-import resource
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from loadtest import modes, report, terminal
+from loadtest import modes, process, report, terminal
 from loadtest.client import Target
-from loadtest.driver import Driver
 from loadtest.run import FORMAT, Options, RunFailed
 from loadtest.scenario import Scenario, ScenarioError, load
 
@@ -91,7 +87,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _finish(args: argparse.Namespace, work: Coroutine[Any, Any, dict[str, Any]]) -> int:
     """Runs, shows and writes; 1 if nothing was answered, or a soak was not steady."""
-    result = {"format": FORMAT, **start(work)}
+    result = {"format": FORMAT, **process.start(work)}
     print(terminal.table(result))
     if args.json == Path("-"):  # where no file outlives the run: a Job's log
         print(json.dumps(result))
@@ -112,34 +108,6 @@ def _numbers(flag: str, text: str | None) -> list[float]:
         return [float(one) for one in text.split(",")] if text else []
     except ValueError:
         raise ScenarioError(f"{flag} {text}: neither 1,2,4 nor FIRST:LAST:COUNT") from None
-
-
-def _many_connections() -> None:
-    """As many open files as this user may have: an open loop has as many requests in flight as it takes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def start(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    _many_connections()
-    try:
-        import uvloop
-    except ImportError:  # slower, but the same
-        return asyncio.run(work)
-    return uvloop.run(work)
-
-
-async def _watch(driver: Driver, scenario: Scenario, label: str) -> None:
-    """Progress; Ctrl-C ends the load and still gives its figures."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, driver.interrupt)
-    try:
-        await terminal.watch(driver, scenario, label)
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:
@@ -164,7 +132,7 @@ def _options(args: argparse.Namespace) -> Options:
     except ValueError as error:
         raise ScenarioError(f"--base-url: {error}") from None
     return Options(
-        target, args.model, args.tokenizer, args.metrics_url, args.sample_s, args.wait_s, _watch, args.records
+        target, args.model, args.tokenizer, args.metrics_url, args.sample_s, args.wait_s, process.watch, args.records
     )
 
 

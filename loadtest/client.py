@@ -119,6 +119,7 @@ class Answer:
     connection. ``arrivals``: when tokens arrived (all tokens of one read are one arrival) and ``counts`` how many.
     ``outcome``: "open", then "complete", "refused 429 rate_limit_exceeded", "error engine_restarted", "cut", "timeout",
     "not connected: ...", "unreadable: ..." or "unfinished" (the run was over).
+    ``endings``: how often the server said that it is over ([DONE], an error, a refusal).
     ``tokens``: what was seen to arrive, by token ids if the server sends them, else one a chunk with text;
     ``usage_tokens``: what the server says that it was.
     """
@@ -137,6 +138,7 @@ class Answer:
     cached_tokens: int | None = None
     text: list[str] | None = None  # a list: the answer's text is wanted
     wire_bytes: int = 0
+    endings: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -156,8 +158,9 @@ class _Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._over: asyncio.Future[None] | None = None
 
-    async def exchange(self, data: bytes, answer: Answer) -> None:
+    async def exchange(self, data: bytes, answer: Answer, on_arrival: Callable[[Answer], None] | None) -> None:
         """Returns when the answer has ended."""
+        self._on_arrival = on_arrival
         self._answer, self._over = answer, self._loop.create_future()
         self._parser: Any = httptools.HttpResponseParser(self)
         self._rest = b""  # of an event that is not whole yet, or all of an answer that is no stream
@@ -207,6 +210,8 @@ class _Connection(asyncio.Protocol):
         if answer.tokens > before:
             answer.arrivals.append(now)
             answer.counts.append(answer.tokens - before)
+            if self._on_arrival is not None:
+                self._on_arrival(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -247,6 +252,7 @@ class _Connection(asyncio.Protocol):
         except msgspec.DecodeError:
             error = self._rest[:200].decode("utf-8", "replace")
         code, answer.message = _code_and_message(error)
+        answer.endings += 1
         answer.end(f"refused {status} {code}".rstrip(), self._now)
 
     def _event(self, event: bytes) -> None:
@@ -259,6 +265,8 @@ class _Connection(asyncio.Protocol):
                 return
         if data == b"[DONE]":
             self._finished = True
+            if self._answer is not None:
+                self._answer.endings += 1
             return
         self._read(_decode(data))
 
@@ -268,6 +276,7 @@ class _Connection(asyncio.Protocol):
             return
         if event.error is not None:
             code, answer.message = _code_and_message(event.error)
+            answer.endings += 1
             answer.end(f"error {code}", self._now)
         for choice in event.choices or ():
             delta = choice.delta
@@ -305,8 +314,10 @@ class Client:
         self._closed = False
         self.connections = 0
 
-    async def ask(self, body: bytes, answer: Answer, on_end: Callable[[Answer], None] | None = None) -> Answer:
-        """Sends ``body`` and fills ``answer`` until it has an outcome."""
+    async def ask(self, body: bytes, answer: Answer, on_arrival: Callable[[Answer], None] | None = None) -> Answer:
+        """Sends ``body`` and fills ``answer`` until it has an outcome; ``on_arrival`` is called after each arrival.
+
+        Who cancels it drops the connection; the answer's outcome is then the caller's to say."""
         answer.started_s = time.monotonic()
         data = self._head + b"%d\r\n\r\n" % len(body) + body
         while True:
@@ -316,19 +327,19 @@ class Client:
                 connection = await self._connect(answer)
             if connection is None:
                 break
-            await self._exchange(connection, data, answer)
+            await self._exchange(connection, data, answer, on_arrival)
             if not (reused and answer.outcome == CUT and answer.wire_bytes == 0):
                 break
             answer.outcome, answer.ended_s, answer.sent_s = OPEN, None, None
-        if on_end is not None:
-            on_end(answer)
         return answer
 
-    async def _exchange(self, connection: _Connection, data: bytes, answer: Answer) -> None:
+    async def _exchange(
+        self, connection: _Connection, data: bytes, answer: Answer, on_arrival: Callable[[Answer], None] | None
+    ) -> None:
         timer = asyncio.get_running_loop().call_later(self._timeout_s, connection.stop, TIMEOUT)
         self._busy.add(connection)
         try:
-            await connection.exchange(data, answer)
+            await connection.exchange(data, answer, on_arrival)
         finally:
             timer.cancel()
             self._busy.discard(connection)

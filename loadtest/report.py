@@ -61,7 +61,7 @@ def render(result: dict[str, Any]) -> str:
             label = one["label"].strip() or f"run {place + 1}"
             named = escape(f"{label}: {terminal.load(one['scenario'])}")
             parts.append(f"<details><summary>{named}</summary>{_one(one)}</details>")
-    parts.append(_reproduce(first))
+    parts.append(_reproduce(result))
     body = "\n".join(parts)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -268,10 +268,14 @@ def _curves(result: dict[str, Any]) -> str:
     return '<h2>Throughput and latency</h2><div class="plots">' + "".join(plot.svg() for plot in plots) + "</div>"
 
 
-def _reproduce(run: dict[str, Any]) -> str:
+def _reproduce(result: dict[str, Any]) -> str:
+    run = result["runs"][0]
     kept = {key: run[key] for key in ("scenario", "counting", "environment")}
     kept["server"] = run["server"].get("information", {})
     kept["client"] = run["summary"]["client"]
     kept["tokens"] = run["summary"]["tokens"]
+    for key in ("settings", "start", "server_environment"):  # of a server that was started for it
+        if key in result:
+            kept[key] = result[key]
     return f"""<h2>How it was run</h2><p class="sub">Definitions of all figures: docs/loadtest.md. The command, the
 scenario and the machines:</p><pre>{escape(json.dumps(kept, indent=1))}</pre>"""

@@ -271,8 +271,10 @@ def environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    spec = sys.modules["__main__"].__spec__
+    program = spec.name.removesuffix(".__main__") if spec else "loadtest"
     return {
-        "command": ["python", "-m", "loadtest", *_without_secrets(sys.argv[1:])],
+        "command": ["python", "-m", program, *_without_secrets(sys.argv[1:])],
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

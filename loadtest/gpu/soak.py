@@ -21,10 +21,10 @@ import numpy as np
 import psutil
 import uvloop
 
-from loadtest.gpu.soak_checks import MIB, Check, Limits, Sample, Seen, check, memory_table
+from loadtest.client import COMPLETE, Answer, Client, Target
+from loadtest.gpu.soak_checks import CLOSED, MIB, Check, Limits, Sample, Seen, check, memory_table
 from loadtest.offline import environment, parse_setting
 from loadtest.served import Failed, Served, vocabulary
-from loadtest.streams import CLOSED, COMPLETE, Stream, completion
 
 ABORTED = 0.15  # of the requests; half of them at any time, half of them after some number of tokens
 VARIED = 0.1  # of the requests: sampled in a way of their own
@@ -32,6 +32,7 @@ SHARED = 0.3  # of the prompts: begin as others do
 WRONG = 0.01  # of the requests: too long for the context
 REFUSED_PAUSE_S = 0.5
 END_S = 60.0  # for the last answers
+TIMEOUT_S = 3600.0  # of a request: none; a stream that starves is for the checks
 PRINT_EVERY = 8  # samples
 SETTLE_S = 2.0  # until every process has sent its counters
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -49,7 +50,9 @@ class Load:
 
     def __init__(self, port: int, *, prompt: int, output: int, vocabulary: int, context: int, seed: int = 0) -> None:
         self.seen = Seen()
-        self._port = port
+        # A connection for each request: that many come and go is part of what must leave nothing behind.
+        target = Target(f"http://127.0.0.1:{port}", headers=(("connection", "close"),))
+        self._client = Client(target, "/completions", TIMEOUT_S)
         self._prompt, self._output = prompt, output
         self._vocabulary, self._context = vocabulary, context
         self._source = np.random.default_rng(seed)
@@ -59,7 +62,7 @@ class Load:
 
     async def run(self, streams: int, seconds: float) -> None:
         """``streams`` clients that ask again as soon as they are answered; then waits for the last answers."""
-        clients = [asyncio.create_task(self._client()) for _ in range(streams)]
+        clients = [asyncio.create_task(self._ask_on()) for _ in range(streams)]
         await asyncio.sleep(seconds)
         self._arrived(time.monotonic())  # a silence may have lasted until now
         self._stopping = True
@@ -70,7 +73,7 @@ class Load:
                 client.cancel()
             await asyncio.wait(pending)
 
-    async def _client(self) -> None:
+    async def _ask_on(self) -> None:
         while not self._stopping:
             outcome = await self._request()
             self.seen.outcomes[outcome] += 1
@@ -95,39 +98,54 @@ class Load:
             else:
                 leave_at = int(source.integers(1, output + 1))
 
-        def on_tokens(stream: Stream, now: float, _count: int) -> None:
-            self._arrived(now)
-            if leave_at is not None and stream.tokens >= leave_at:
-                stream.close()
+        def on_arrival(answer: Answer) -> None:
+            self._arrived(answer.arrivals[-1])
+            if leave_at is not None and answer.tokens >= leave_at:
+                asking.cancel()
 
-        stream = Stream(completion(prompt, output, **fields), on_tokens)
+        answer = Answer()
+        body = completion(prompt, output, **fields)
+        asking = asyncio.create_task(self._client.ask(body, answer, on_arrival))
         timer = None
         if leave_after_s is not None:
-            timer = asyncio.get_running_loop().call_later(leave_after_s, stream.close)
-        await stream.run(self._port)
-        if timer is not None:
-            timer.cancel()
-        self._note(stream, output)
-        return stream.outcome
+            timer = asyncio.get_running_loop().call_later(leave_after_s, asking.cancel)
+        try:
+            await asyncio.wait([asking])
+        finally:  # without an effect if it has ended
+            asking.cancel()
+            if timer is not None:
+                timer.cancel()
+        if not asking.cancelled():
+            await asking  # its error, if it has one
+        answer.end(CLOSED)
+        self._note(answer, output)
+        return answer.outcome
 
     def _arrived(self, now: float) -> None:
         if self._last_s is not None and not self._stopping:
             self.seen.longest_silence_s = max(self.seen.longest_silence_s, now - self._last_s)
         self._last_s = now
 
-    def _note(self, stream: Stream, output: int) -> None:
+    def _note(self, answer: Answer, output: int) -> None:
         seen = self.seen
-        seen.tokens += stream.tokens
-        if len(stream.arrivals) > 1:
-            seen.longest_gap_s = max(seen.longest_gap_s, float(np.diff(stream.arrivals).max()))
-        if stream.outcome == COMPLETE and stream.tokens != output:
-            seen.faults.append(f"{stream.tokens} tokens instead of {output}")
-        if stream.outcome != CLOSED and stream.endings != 1:
-            seen.faults.append(f"{stream.outcome}: ended {stream.endings} times {stream.message}")
+        seen.tokens += answer.tokens
+        if len(answer.arrivals) > 1:
+            seen.longest_gap_s = max(seen.longest_gap_s, float(np.diff(answer.arrivals).max()))
+        if answer.outcome == COMPLETE and answer.tokens != output:
+            seen.faults.append(f"{answer.tokens} tokens instead of {output}")
+        if answer.outcome != CLOSED and answer.endings != 1:
+            seen.faults.append(f"{answer.outcome}: ended {answer.endings} times {answer.message}")
 
     def _draw(self, size: int) -> list[int]:
         drawn: list[int] = self._source.integers(0, self._vocabulary, size).tolist()
         return drawn
+
+
+def completion(prompt: list[int], max_tokens: int, **fields: Any) -> bytes:
+    """A body whose answer is as long as ``max_tokens`` says. Token ids come back too: text is held back while a
+    character is incomplete."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    return msgspec.json.encode({**body, "return_token_ids": True, **fields})
 
 
 def gpu_bytes() -> int | None:

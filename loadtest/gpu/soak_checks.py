@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from loadtest.client import COMPLETE
+
 MIB = 2**20
 LEAST_SAMPLES = 16
+CLOSED = "closed by the client"  # an outcome that a client gives itself
 EXPECTED_REFUSALS = ("refused 429 rate_limit_exceeded", "refused 400 context_length_exceeded")
 
 
@@ -84,7 +87,7 @@ def check(
     """``before``: ready, without load; ``samples``: under load; ``idle``: after it."""
     if len(samples) < LEAST_SAMPLES:
         return [("there are samples", False, f"{len(samples)} of at least {LEAST_SAMPLES}; faults: {seen.faults}")]
-    expected = {"complete", "closed by the client", *EXPECTED_REFUSALS}
+    expected = {COMPLETE, CLOSED, *EXPECTED_REFUSALS}
     return [
         _pages(idle),
         *_memory(samples, limits),
@@ -145,7 +148,7 @@ def _progress(samples: Sequence[Sample]) -> Check:
 def _server_agrees(before: Sample, idle: Sample, seen: Seen) -> Check:
     """A client that closes may be too late, and its request complete or refused: so far the two may differ."""
     finished = {reason: count - before.finished.get(reason, 0.0) for reason, count in idle.finished.items()}
-    complete, closed = seen.outcomes["complete"], seen.outcomes["closed by the client"]
+    complete, closed = seen.outcomes[COMPLETE], seen.outcomes[CLOSED]
     whole = finished.get("length", 0.0) + finished.get("stop", 0.0)
     refused = idle.rejected.get("rate_limit_exceeded", 0.0) - before.rejected.get("rate_limit_exceeded", 0.0)
     told = seen.outcomes[EXPECTED_REFUSALS[0]]
@@ -162,7 +165,7 @@ def _server_agrees(before: Sample, idle: Sample, seen: Seen) -> Check:
 
 def _saturated(samples: Sequence[Sample], seen: Seen, max_running: int) -> Check:
     running = statistics.median(sample.running for sample in samples)
-    refused, closed = seen.outcomes[EXPECTED_REFUSALS[0]], seen.outcomes["closed by the client"]
+    refused, closed = seen.outcomes[EXPECTED_REFUSALS[0]], seen.outcomes[CLOSED]
     words = f"{running:.0f} of {max_running} running (median), {refused} refused, {closed} closed by the client"
     return "it was saturated", running >= 0.8 * max_running and refused > 0 and closed > 0, words
 

@@ -6,7 +6,7 @@
     tokens      greedy answers at TP N against TP 1: they may differ only where rounding explains it
     death       a rank is killed while it works: how soon the offline LLM says so, and ends
     offline     loadtest.offline of several models and sizes, and how well they scale
-    replay      loadtest.gpu.online at TP N: the Azure trace over HTTP, at several speeds
+    replay      loadtest.gpu.traces at TP N: the Azure trace over HTTP, at several speeds
     all         all-reduce, tokens, death, offline of 14B and 32B: about 200 s on two H200s
 
 Each part is a process with a limit of its own, so that one that fails or hangs does not lose the others' results.
@@ -276,12 +276,14 @@ def offline_run(args: argparse.Namespace, model: str, size: int) -> dict[str, An
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "replay.json"
-        words: list[object] = [args.models / args.model, "--trace", args.trace, "--requests", args.requests]
-        words += ["--speeds", args.speeds, "--json", file, "--set", f"tensor_parallel_size={args.tp}"]
+        out = Path(name) / "replay"
+        words: list[object] = [args.models / args.model, "--trace", args.trace, "--trace-format", "azure"]
+        words += ["--requests", args.requests, "--speeds", args.speeds, "--total-s", args.limit_s, "--out", out]
+        words += ["--set", f"tensor_parallel_size={args.tp}"]
         for setting in args.set:
             words += ["--set", setting]
-        code = run(module("loadtest.gpu.online", *words), args.limit_s)
+        code = run(module("loadtest.gpu.traces", *words), args.limit_s)
+        file = out.with_suffix(".json")
         detail = json.loads(file.read_text()) if file.exists() else None
     return {"ok": code == 0 and detail is not None, "exit_code": code, "detail": detail}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import run_program
 
 from loadtest.client import Target
 from loadtest.run import Options, run
@@ -103,28 +102,3 @@ def test_what_the_server_refuses_is_counted_as_it_says(server: Served, tmp_path:
     assert result["summary"]["complete"] == 1
     assert sum(result["summary"]["errors"].values()) == 2
     assert all(kind.startswith("refused 400") for kind in result["summary"]["errors"])
-
-
-def test_a_trace_at_several_speeds_leaves_a_result_and_a_report(smollm2: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 100 * k, "input_length": 600, "output_length": 4, "hash_ids": [k // 2, k]} for k in range(30)]
-    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "--trace",
-        trace,
-        "--trace-format",
-        "mooncake",
-        "--speeds",
-        "2,4",
-        "--warmup",
-        "0.2",
-        "--out",
-        tmp_path / "out",
-    ]
-    words += ["--set", "load_format=null", "--set", "threads=1"]
-    printed = run_program("loadtest.gpu.traces", smollm2, *words)
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert [one["scenario"]["load"]["speed"] for one in written["runs"]] == [2.0, 4.0]
-    assert [one["summary"]["errors"] for one in written["runs"]] == [{}, {}]
-    assert "replayed 4 times as fast" in printed
-    assert "<svg" in (tmp_path / "out.html").read_text()

@@ -210,3 +210,35 @@ def test_closing_the_client_ends_what_is_under_way() -> None:
 
     server = Prepared(*[HEAD + chunked(delta(content="a"))] * 3)
     assert [answer.outcome for answer in served(server, use)] == ["unfinished"] * 4
+
+
+def test_every_ending_that_the_server_says_is_counted() -> None:
+    failed = event(error={"message": "gone", "code": "engine_restarted"})
+    refusal = b"HTTP/1.1 429 x\r\ncontent-length: %d\r\n\r\n" % len(REFUSAL) + REFUSAL
+    twice = HEAD + chunked(delta(content="a"), LAST, DONE, DONE) + b"0\r\n\r\n"
+    erring = HEAD + chunked(delta(content="a"), failed) + b"0\r\n\r\n"
+    never = HEAD + chunked(delta(content="a"), LAST) + b"0\r\n\r\n"
+    answers = ask(Prepared(WHOLE, refusal, erring, twice, never), 5)
+    assert [answer.endings for answer in answers] == [1, 1, 1, 2, 0]
+
+
+def test_who_has_seen_enough_cancels_and_the_server_notices() -> None:
+    async def use(client: Client) -> tuple[Answer, Answer]:
+        left, seen = Answer(), []
+
+        def enough(answer: Answer) -> None:
+            seen.append(answer.tokens)
+            asking.cancel()
+
+        asking = asyncio.create_task(client.ask(b"{}", left, enough))
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        assert seen == [2]
+        await asyncio.wait(server.tasks)  # its connection is gone
+        return left, await client.ask(b"{}", Answer())
+
+    server = Prepared(HEAD + chunked(delta(content="a"), delta(content="b")), WHOLE)
+    left, after = served(server, use)
+    assert (left.outcome, left.tokens, left.endings) == ("open", 2, 0)
+    assert after.outcome == COMPLETE
+    assert server.connections == 2
