@@ -81,7 +81,7 @@ def _one(run: dict[str, Any]) -> str:
     one = run["summary"]
     plots = [*_over_time(run), *_server(run), *_histograms(run)]
     drawn = "".join(plot.svg() for plot in plots)
-    return f"""{_cards(run)}{_warnings(run)}{_latencies(one)}
+    return f"""{_cards(run)}{_warnings(run)}{_latencies(one)}{_around(one)}
 <h2>Over time</h2><p class="sub">Grey is not measured: warm-up before, and after the load has ended. Requests stand
 where they were due, tokens where they arrived.</p><div class="plots">{drawn}</div>"""
 
@@ -124,6 +124,8 @@ def _warnings(run: dict[str, Any]) -> str:
         found.append("The run was interrupted: the figures are those until then.")
     if one["errors"]:
         found.append("Failed: " + ", ".join(f"{count:,} x {kind}" for kind, count in one["errors"].items()))
+    if run.get("not_sent"):
+        found.append(f"{run['not_sent']:,} rows of the trace were not sent, for want of time.")
     if run["dropped_too_long"]:
         found.append(f"{run['dropped_too_long']:,} prompts were left out: longer than {run['max_context']:,} tokens.")
     return "".join(f'<p class="warn">{escape(text)}</p>' for text in found)
@@ -142,6 +144,21 @@ def _latencies(one: dict[str, Any]) -> str:
                       ("Time per output token (TPOT)", "tpot_s"), ("End to end (E2E)", "e2e_s")):  # fmt: skip
         rows.append([name, *(terminal.ms(one[key].get(p)) for p in PERCENTILES), f"{one[key].get('count', 0):,}"])
     return table(rows)
+
+
+def _around(one: dict[str, Any]) -> str:
+    """What latencies cannot be read without: what was offered, over which time, and the client's own lag."""
+    ms, number, client = terminal.ms, terminal.number, one["client"]
+    offered = one["offered_requests_per_s"]
+    text = (
+        f"Load {number(one['load_s'])} s"
+        + (f", {number(offered)} requests/s offered" if offered else "")
+        + f"; until the last answer's end {number(one['requests_per_s'])} requests/s and"
+        f" {number(one['output_tokens_per_s'])} output tokens/s. Client: send lag P99"
+        f" {ms(client['send_lag_s'].get('p99'))} ms, loop lag P99 {ms(client['loop_lag_s'].get('p99'))} ms,"
+        f" {client['cpu_share']:.0%} of a core."
+    )
+    return f'<p class="sub">{escape(text)}</p>'
 
 
 def _timed(run: dict[str, Any], title: str, y_title: str, *, log_y: bool = False) -> Plot:

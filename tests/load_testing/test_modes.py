@@ -257,6 +257,7 @@ def test_a_run_prints_its_table_and_writes_its_result_and_its_report(
     assert sum(one["timeline"]["due"]) == 40
     assert sum(one["histograms"]["ttft_s"]["counts"]) == 40
     page = (tmp_path / "a.html").read_text()
+    assert "Client: send lag P99" in page
     parsed = Page()
     parsed.feed(page)
     assert parsed.outside == []

@@ -71,4 +71,5 @@ def test_a_trace_at_several_speeds_leaves_a_result_and_a_report(tmp_path: Path) 
     assert "not sent      1 rows" in printed
     page = (tmp_path / "out.html").read_text()
     assert "<svg" in page
+    assert "1 rows of the trace were not sent" in page
     assert "server_environment" in page
