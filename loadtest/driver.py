@@ -193,5 +193,7 @@ class Driver:
 
 
 async def _until(moment: float) -> None:
-    if (wait_s := moment - time.monotonic()) > 0:
+    while (
+        wait_s := moment - time.monotonic()
+    ) > 0:  # uvloop's timers count milliseconds, and may be early by half of one
         await asyncio.sleep(wait_s)

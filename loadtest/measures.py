@@ -97,7 +97,9 @@ def summary(seen: Seen, measured: Window, slo: Slo, *, offers: bool = True) -> d
     """All figures of a run; of the measured requests unless it says otherwise. ``offers``: the load is an open one."""
     records = [record for record in seen.records if record.answer.due_s >= measured.start_s]
     complete = [record for record in records if record.answer.outcome == COMPLETE]
-    busy_s = max((record.answer.ended_s or 0.0 for record in records), default=measured.start_s) - measured.start_s
+    # Not only until the last answer: a server that waits for requests is no faster for it.
+    last_s = max((record.answer.ended_s or 0.0 for record in records), default=measured.start_s)
+    busy_s = max(last_s, measured.load_end_s) - measured.start_s
     tokens = sum(record.answer.output_tokens for record in records)
     times, counts = arrived(seen.records)
     while_loaded = float(counts[(times >= measured.start_s) & (times < measured.load_end_s)].sum())

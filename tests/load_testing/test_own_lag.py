@@ -1,11 +1,13 @@
 """A client that does not keep up says so: figures that are partly its own must not pass for the server's."""
 
+import time
 from array import array
 
 import pytest
+import uvloop
 
 from loadtest.client import COMPLETE, Answer
-from loadtest.driver import Record, Seen
+from loadtest.driver import Record, Seen, _until
 from loadtest.figures import percentiles
 from loadtest.measures import Window, summary
 from loadtest.scenario import Slo
@@ -46,6 +48,22 @@ def test_what_the_client_is_late_by_is_part_of_every_latency() -> None:
     assert one["ttft_s"]["max"] == pytest.approx(2.5)
     assert one["e2e_s"]["max"] == pytest.approx(3.0)
     assert one["client"]["send_lag_s"]["max"] == pytest.approx(2.0)
+
+
+def test_a_server_that_waits_for_requests_is_no_faster_for_it() -> None:
+    one = summary(run(0.0, 0.0), Window(100.0, 110.0), Slo())  # over after 2 s of 10
+    assert (one["requests_per_s"], one["output_tokens_per_s"]) == (0.2, 0.4)
+
+
+def test_no_request_leaves_early_on_an_event_loop_that_counts_milliseconds() -> None:
+    async def waits() -> list[float]:
+        start_s, late_s = time.monotonic(), []
+        for place in range(40):
+            await _until(moment := start_s + 0.0033 * place)
+            late_s.append(time.monotonic() - moment)
+        return late_s
+
+    assert min(uvloop.run(waits())) >= 0
 
 
 def test_percentiles_of_nothing_are_nothing() -> None:
