@@ -193,7 +193,6 @@ class Driver:
 
 
 async def _until(moment: float) -> None:
-    while (
-        wait_s := moment - time.monotonic()
-    ) > 0:  # uvloop's timers count milliseconds, and may be early by half of one
+    # Again: uvloop's timers count milliseconds, and may be early by half of one.
+    while (wait_s := moment - time.monotonic()) > 0:
         await asyncio.sleep(wait_s)
