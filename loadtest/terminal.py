@@ -226,7 +226,7 @@ def load(scenario: dict[str, Any]) -> str:
     if spec["kind"] == "closed":
         return f"{spec['concurrency']} users"
     if spec["kind"] == "replay":
-        return f"replayed {spec['speed']:g} times as fast"
+        return f"replayed at speed {spec['speed']:g}"
     gaps = spec["gaps"] + (f" ({spec['burstiness']:g})" if spec["gaps"] == "gamma" else "")
     rising = f" to {spec['end_rate']:g}" if spec["end_rate"] is not None else ""
     return f"{spec['rate']:g}{rising} requests/s, {gaps}"

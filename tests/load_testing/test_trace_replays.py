@@ -67,7 +67,7 @@ def test_a_trace_at_several_speeds_leaves_a_result_and_a_report(tmp_path: Path) 
     assert written["exit_code"] == 0
     assert written["skipped"] == []
     assert written["settings"]["mixed_batches"] == "false"
-    assert "replayed 4 times as fast" in printed
+    assert "replayed at speed 4" in printed
     assert "not sent      1 rows" in printed
     page = (tmp_path / "out.html").read_text()
     assert "<svg" in page
