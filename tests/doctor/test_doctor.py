@@ -1,6 +1,7 @@
 """Each check of ``mizzen doctor`` against hosts that are made up, and the command on this one."""
 
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from mizzen.doctor.checks import GIB, Check
 from mizzen.doctor.facts import Driver, Facts, Folder, Gpu, read_driver
 from mizzen.doctor.main import as_json, as_table, check_ports, diagnose, folders, main, run_checks
 from mizzen.doctor.memory import num_parameters
-from mizzen.doctor.model import check_fit, check_model
+from mizzen.doctor.model import check_fit, check_model, check_weights
 from mizzen.models.config import ModelArchitecture, parse_architecture
 from tiny import make_tiny_model
 
@@ -86,7 +87,7 @@ CPU, ONE, FOUR = configured(), configured(device="cuda"), configured(4, device="
         (checks.check_nccl, configured(2), host(), "skip", "gloo"),
         (checks.check_shm, FOUR, host(4), "ok", "4.0 GiB"),
         (checks.check_shm, FOUR, host(4, shm_bytes=2**26), "fail", "--shm-size"),
-        (checks.check_shm, ONE, host(1, shm_bytes=2**26), "ok", "0.1 GiB"),
+        (checks.check_shm, ONE, host(1, shm_bytes=2**26), "ok", "64 MiB"),
         (checks.check_limits, FOUR, host(4), "ok", "unlimited"),
         (checks.check_limits, FOUR, host(4, locked_memory_bytes=2**23), "warn", "memlock"),
         (checks.check_limits, CPU, host(locked_memory_bytes=2**23), "ok", "65536 open files"),
@@ -200,9 +201,47 @@ def test_a_model_is_found_described_and_refused(smollm2: Path, tmp_path: Path) -
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((smollm2 / name).read_bytes())
     found, _ = check_model(configured(model=str(tmp_path)))
-    assert (found.status, "its weights are not here" in found.detail) == ("fail", True)
+    assert (found.status, "its weights are not here (model.safetensors)" in found.detail) == ("fail", True)
     found, _ = check_model(configured(model=str(tmp_path), load_format="dummy"))
     assert found.status == "ok"
+
+
+@pytest.fixture
+def sharded(smollm2: Path, tmp_path: Path) -> Path:
+    """A folder of two shards and their index; they are empty."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((smollm2 / name).read_bytes())
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for shard in shards.values():
+        (tmp_path / shard).touch()
+    return tmp_path
+
+
+def test_each_file_of_weights_must_be_there_and_readable(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(model=str(sharded))
+    assert check_model(config)[0].status == "ok"
+    with monkeypatch.context() as patched:  # the user of these tests may read all
+        patched.setattr("os.access", lambda path, mode: path.name != "model-2.safetensors")
+        found, _ = check_model(config)
+    assert (found.status, f"may not read {sharded / 'model-2.safetensors'}" in found.detail) == ("fail", True)
+    (sharded / "model-2.safetensors").unlink()
+    found, _ = check_model(config)
+    assert (found.status, "its weights are not here (model-2.safetensors)" in found.detail) == ("fail", True)
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    found, arch = check_model(config)
+    assert (found.status, arch) == ("fail", None)
+    assert "names no weights" in found.detail
+
+
+def test_a_download_must_fit_the_disk(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [sharded / "absent.safetensors"]
+    found = check_weights("it", large(), files, may_download=True)
+    free = shutil.disk_usage(sharded).free
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=60 * GIB))
+    full = check_weights("it", large(), files, may_download=True)
+    assert (full.status, "61.0 GiB to download, and 60.0 GiB of disk free" in full.detail) == ("fail", True)
+    assert found.status == ("warn" if free > 62 * GIB else "fail")
 
 
 def large(num_layers: int = 64) -> ModelArchitecture:
@@ -248,13 +287,17 @@ def test_what_does_not_fit_comes_with_a_setting_that_would() -> None:
     found = check_fit(tight, host(1), large())
     assert (found.status, found.advice) == ("fail", "MIZZEN_MAX_MODEL_LEN=4096 would fit")
     found = check_fit(ONE, host(1, gpu=small), large(128))
-    assert (found.status, found.advice) == ("fail", "take a smaller model, or give it more memory")
+    assert (found.status, found.advice) == ("fail", "take a smaller model, or give it about 143.5 GiB a GPU")
+    whole = Gpu("of that size", (9, 0), 144 * GIB, 144 * GIB, 0)
+    assert check_fit(ONE, host(1, gpu=whole), large(128)).status == "ok"
 
 
 def test_the_cpu_has_to_hold_float32(smollm2: Path) -> None:
     arch = parse_architecture(smollm2)
     assert check_fit(CPU, host(), arch).status == "ok"
-    assert check_fit(CPU, host(memory_free_bytes=GIB), arch).status == "fail"
+    found = check_fit(CPU, host(memory_free_bytes=GIB), arch)
+    assert (found.status, found.advice) == ("fail", "take a smaller model, or give it about 1.8 GiB of free memory")
+    assert check_fit(CPU, host(memory_free_bytes=int(1.9 * GIB)), arch).status == "ok"
 
 
 # ---- reading the host ----

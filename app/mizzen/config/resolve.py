@@ -157,6 +157,8 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            if isinstance(error, PermissionError):
+                reason = f"{reason} for uid {os.getuid()}"
             raise ConfigError(f"cannot read {path}: {reason}", setting="MIZZEN_API_KEYS_FILE") from error
         keys += _valid_keys((line.partition("#")[0] for line in lines), "MIZZEN_API_KEYS_FILE")
     return tuple(dict.fromkeys(keys))

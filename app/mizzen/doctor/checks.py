@@ -23,7 +23,8 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
+    """In MiB below one."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def check_driver(config: Config, facts: Facts) -> Check:

@@ -59,7 +59,9 @@ def diagnose(flags: dict[str, object]) -> tuple[list[Check], int]:
         config = resolve(load_settings(flags).settings)
     except ConfigError as error:
         lines = str(error).splitlines()
-        found = [Check("settings", "fail", line, "README.md lists all settings") for line in lines]
+        found = [
+            Check("settings", "fail", line, "`mizzen serve --help` and README.md list all settings") for line in lines
+        ]
         if error.setting in ("MIZZEN_DEVICE", "MIZZEN_TENSOR_PARALLEL_SIZE"):
             found.append(driver_for("cuda", gather(os.environ)))
         return found, EXIT_CONFIG
@@ -68,7 +70,8 @@ def diagnose(flags: dict[str, object]) -> tuple[list[Check], int]:
 
 
 def run_checks(config: Config, facts: Facts) -> list[Check]:
-    found = [Check("settings", "ok", f"device {config.engine.device}, {config.engine.tensor_parallel_size} ranks")]
+    ranks = config.engine.tensor_parallel_size
+    found = [Check("settings", "ok", f"device {config.engine.device}, {ranks} {'rank' if ranks == 1 else 'ranks'}")]
     found += [check(config, facts) for check in ON_HOST]
     found += check_folders(folders(config, facts.environment))
     ports, running = check_ports(config)

@@ -42,5 +42,9 @@ def fit(arch: ModelArchitecture, *, ranks: int, itemsize: int, budget_bytes: int
     kv_bytes = budget_bytes - weights
     if kv_limit is not None:
         kv_bytes = min(kv_bytes, kv_limit)
-    token_bytes = 2 * arch.num_layers * arch.kv_heads_per_rank(ranks) * arch.head_dim * itemsize
-    return Fit(weights, max(0, kv_bytes), max(0, kv_bytes) // token_bytes)
+    return Fit(weights, max(0, kv_bytes), max(0, kv_bytes) // token_bytes(arch, ranks, itemsize))
+
+
+def token_bytes(arch: ModelArchitecture, ranks: int, itemsize: int) -> int:
+    """Of one token, in one rank's KV cache."""
+    return 2 * arch.num_layers * arch.kv_heads_per_rank(ranks) * arch.head_dim * itemsize

@@ -52,7 +52,7 @@ class SafetensorsSource:
                 handle: Any = stack.enter_context(safe_open(file, framework="pt"))
                 held = set(handle.keys())
             except FileNotFoundError:
-                raise refuse(f"'{file}' is missing") from None
+                raise refuse(f"'{file}' {'may not be read by this user' if file.exists() else 'is missing'}") from None
             except (SafetensorError, OSError) as error:
                 raise refuse(f"'{file}' is not a readable safetensors file: {error}") from None
             if absent := sorted((expected or held) - held):
