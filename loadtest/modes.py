@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from loadtest.arrivals import Closed, Open
+from loadtest.client import UNFINISHED
 from loadtest.measures import interval
 from loadtest.run import Options, RunFailed, run
 from loadtest.scenario import Scenario, ScenarioError, Slo
@@ -110,9 +111,12 @@ async def sweep(scenario: Scenario, options: Options, *, rates: Sequence[float] 
 
 
 def knee(runs: Sequence[dict[str, Any]]) -> int | None:
-    """Which run has the most throughput for its latency: Kleinrock's power, output tokens/s over mean E2E."""
+    """Which run has the most throughput for its latency: Kleinrock's power, output tokens/s over mean E2E. One whose
+    end cut answers off cannot be it: those that came to their end were the quick ones."""
     powers = []
     for place, one in enumerate(runs):
+        if one["summary"]["errors"].get(UNFINISHED):
+            continue
         tokens, latency_s = figure(one, "output tokens/s under load"), figure(one, "E2E mean")
         if tokens and latency_s:
             powers.append((tokens / latency_s, place))

@@ -40,6 +40,12 @@ def test_the_knee_has_the_most_throughput_for_its_latency() -> None:
     assert modes.knee([]) is None
 
 
+def test_a_run_whose_answers_were_cut_off_is_no_knee() -> None:
+    cut = result(300, 1.0, errors={"unfinished": 1})
+    assert modes.knee([result(100, 1.0), cut]) == 0
+    assert modes.knee([cut]) is None
+
+
 def test_a_server_is_saturated_where_it_answers_less_than_is_offered() -> None:
     runs = [result(1, 1, offered=10, done=9.8), result(1, 1, offered=20, done=17.9), result(1, 1, offered=40, done=18)]
     assert modes.saturated_from(runs) == 1
